@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from typing import TypeVar
 
+from aioloader._base.cancellation import in_thread
 from aioloader._base.cpu_threads import CpuThread
-from aioloader._base.outlast import in_thread
 
 T = TypeVar("T")
 

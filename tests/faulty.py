@@ -21,7 +21,7 @@ import uvloop
 from torch.utils.data import IterableDataset
 
 from aioloader import DataLoader
-from aioloader._workers.process.portable import Link, PortablePool
+from aioloader._workers.process.portable import PortablePool, ProcessLink
 from samples import collect
 
 Act = Callable[[], object]
@@ -252,7 +252,9 @@ def await_news(loader: DataLoader[Any]) -> None:
     pool: Any = loader._live.pools._kept[0]
     if isinstance(pool, PortablePool):  # a thread, which has replaced the worker
         with pool._gone:
-            are_there = pool._gone.wait_for(lambda: all(map(Link.look, pool._all)), 20)
+            are_there = pool._gone.wait_for(
+                lambda: all(map(ProcessLink.look, pool._all)), 20
+            )
         assert are_there, "nobody told of a death"
         return
     poll = select.poll()

@@ -13,7 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 ENGINE = {
-    *("_transport/arena.py", "_transport/channel.py", "_workers/kept.py"),
+    *("_transport/arena.py", "_transport/channel.py", "_workers/idle.py"),
     *("_workers/process/fork_server.py", "_workers/process/launcher.py"),
     *("_workers/process/pool.py", "_workers/process/recovery.py"),
     *("_workers/process/supervisor.py", "_workers/process/worker_main.py"),

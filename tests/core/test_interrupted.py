@@ -330,7 +330,7 @@ def test_an_interrupt_beside_processes(of: str) -> None:
         assert list(iterator) == []
 
 
-@pytest.mark.parametrize("of", ["Host._start", "CpuThread._start", "Runtime.begin"])
+@pytest.mark.parametrize("of", ["Runner._start", "CpuThread._start", "Runtime.begin"])
 def test_an_interrupt_of_a_start(of: str) -> None:
     """The next step starts again; nothing is left of the first one."""
     iterator = iter(DataLoader(Numbers(4), 2, num_workers=1, workers="thread"))

@@ -26,7 +26,7 @@ import pyarrow.compute
 import pytest
 
 from aioloader.datasets import SQLDataset
-from aioloader.datasets._sql.address import Address
+from aioloader.datasets._sql.address import DatabaseURL
 from aioloader.datasets._sql.session import SQLReader
 from aioloader.datasets.sql import SQLFormat, SQLRows
 
@@ -144,7 +144,7 @@ class Database:
 
     @property
     def label(self) -> str:
-        return Address(self.url).label
+        return DatabaseURL(self.url).label
 
     def run(self, *statements: str) -> list[Any]:
         if isinstance(self._where, Server):

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from aioloader import DataLoader
-from aioloader._base.blocks import Bad
+from aioloader._base.blocks import FailedSample
 from aioloader._order.stream_states import merged, opened, sealed
 from aioloader.datasets import TextDataset, from_iterable
 from datasets.shards import name_of, parquet, write_lines
@@ -77,7 +77,10 @@ class Ranks:
             self.are_over[rank] = not len(block)
             if not len(block):
                 break
-        return [str(one.error) if type(one) is Bad else name_of(one) for one in found]
+        return [
+            str(one.error) if type(one) is FailedSample else name_of(one)
+            for one in found
+        ]
 
     def states(self) -> list[Any]:
         found = [json.dumps(iterator.state_dict()) for iterator in self.iterators]

@@ -20,8 +20,8 @@ from aioloader.datasets._arrow.parquet import ParquetFormat
 from aioloader.datasets._arrow.rows import Rows
 from aioloader.datasets._stores.bytes import FileBytes
 from aioloader.datasets._stores.failures import Version
-from aioloader.datasets._stores.places import Listed, Places
 from aioloader.datasets._stores.sources import Requests
+from aioloader.datasets._stores.storage import SizedListing, Storage
 from aioloader.errors import DatasetError
 from datasets.shards import bytes_of, put
 
@@ -29,7 +29,7 @@ Format = ParquetFormat | ArrowFormat | CSVFormat
 PLACES = pytest.mark.parametrize("is_remote", [False, True], ids=["file", "object"])
 
 
-class Local(Places):
+class Local(Storage):
     """Local files; if ``is_remote``, they are read by ranges as objects are.
 
     Reads are noted in ``spans``. Read number ``fail_at`` fails, one of ``short_at``
@@ -47,8 +47,8 @@ class Local(Places):
         self.in_flight = 0
         self.closed = 0
 
-    async def expand(self, patterns: str | Iterable[str]) -> Listed:
-        return Listed([patterns] if isinstance(patterns, str) else patterns)
+    async def expand(self, patterns: str | Iterable[str]) -> SizedListing:
+        return SizedListing([patterns] if isinstance(patterns, str) else patterns)
 
     def cached(self, _cache: object) -> Self:
         return self

@@ -9,8 +9,8 @@ from functools import partial
 from itertools import chain, groupby, pairwise, repeat
 from typing import Any
 
-from aioloader._base.blocks import Bad
-from aioloader.datasets._streams.engine import Feed, Steps
+from aioloader._base.blocks import FailedSample
+from aioloader.datasets._streams.engine import ByteFeed, Steps
 from aioloader.datasets._streams.shards import MissingEnd
 from aioloader.datasets.tar import samples
 
@@ -28,7 +28,7 @@ def pieces_of(data: bytes, sizes: Iterable[int]) -> Iterator[bytearray]:
 
 
 def steps(
-    make: Callable[[Feed], Steps],
+    make: Callable[[ByteFeed], Steps],
     data: bytes,
     sizes: Sequence[int] = (1 << 20,),
     limits: Sequence[int] = (64,),
@@ -36,7 +36,7 @@ def steps(
 ) -> Iterator[tuple[list[Any], int]]:
     """Yield blocks, each with the position after it; the last size and limit go on."""
     at = options.pop("at", 0)
-    feed = Feed(options.pop("url", "x"), at, **options)
+    feed = ByteFeed(options.pop("url", "x"), at, **options)
     pieces = pieces_of(data[at:], chain(sizes, repeat(sizes[-1])))
     turns = chain(limits, repeat(limits[-1]))
     feed.want = next(turns)
@@ -162,7 +162,9 @@ def walked(
 def plain(results: Iterable[Any]) -> list[Any]:
     """Return results in a form that can be compared."""
     return [
-        (type(result.error), str(result.error)) if isinstance(result, Bad) else result
+        (type(result.error), str(result.error))
+        if isinstance(result, FailedSample)
+        else result
         for result in results
     ]
 
@@ -180,7 +182,9 @@ def expected(data: bytes) -> list[Any]:
     for key, group in groupby(found, lambda one: one[0][0]):
         fields = [(split[1], body) for split, body in group]
         whole = len(dict(fields)) == len(fields)
-        made.append({"__key__": key, "__url__": URL, **dict(fields)} if whole else Bad)
+        made.append(
+            {"__key__": key, "__url__": URL, **dict(fields)} if whole else FailedSample
+        )
     return made
 
 

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from tokenizers.implementations.base_tokenizer import BaseTokenizer
 
 from aioloader import DataLoader
-from aioloader._base.blocks import Bad
+from aioloader._base.blocks import FailedSample
 from aioloader.datasets import from_arrow, from_iterable
 from aioloader.datasets._arrow.rows import Rows
 from aioloader.datasets._streams.packing import Unbatched
@@ -29,7 +29,7 @@ from datasets.shards import read
 
 
 def told(one: Any) -> Any:
-    return str(one.error) if type(one) is Bad else one
+    return str(one.error) if type(one) is FailedSample else one
 
 
 pulled = partial(shards.pulled, show=told)
@@ -176,7 +176,7 @@ async def test_a_sample_that_fails_when_made_again_is_a_failure() -> None:
 
 @pytest.mark.parametrize(
     ("now", "words"),
-    [([Bad(OSError("gone"))], "now it cannot: gone"), ([], "there are 0 now")],
+    [([FailedSample(OSError("gone"))], "now it cannot: gone"), ([], "there are 0 now")],
 )
 async def test_a_sample_that_had_items_is_lost(now: list[Any], words: str) -> None:
     class Source:

@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset
 
 from aioloader import DataLoader
-from aioloader._base.blocks import Bad
+from aioloader._base.blocks import FailedSample
 from aioloader._order.mixture import Schedule
-from aioloader._order.ranks import Share
+from aioloader._order.ranks import ReaderShare
 from aioloader._order.stream_states import opened, sealed
 from aioloader.datasets import from_arrow, from_dataset, from_iterable, mix
 from aioloader.errors import StateMismatchError
@@ -116,7 +116,7 @@ async def test_a_failed_sample_fails_alone(kind: type[Plain]) -> None:
         block: Any = await iterator.pull(N)
         while len(block) < N:
             block += await iterator.pull(N)
-    assert [one for one in block if type(one) is not Bad] == [
+    assert [one for one in block if type(one) is not FailedSample] == [
         index**2 for index in range(N) if index != 5
     ]
     assert str(block[5].error) == "no 5"
@@ -282,7 +282,9 @@ def test_each_source_has_its_share(weights: Any, readers: int, begin: int) -> No
     """At every prefix of the order of all readers, as far from the start as may be."""
     schedule = Schedule([*map(str, range(len(weights)))], weights, "all")
     first = begin // readers
-    parts = [schedule.sources(first, Share(one, readers), []) for one in range(readers)]
+    parts = [
+        schedule.sources(first, ReaderShare(one, readers), []) for one in range(readers)
+    ]
     order = np.stack(parts, axis=1).ravel()
     before = [n for n, _ in schedule.stage(0, []).proportions.counts(first * readers)]
     for source, share in enumerate(shares(weights)):
@@ -300,7 +302,7 @@ def test_each_reader_has_all_sources(readers: int, weights: Any) -> None:
     for reader in range(readers):
         found: list[int] = []
         while len(found) < 2000:
-            found += [*schedule.sources(len(found), Share(reader, readers), [])]
+            found += [*schedule.sources(len(found), ReaderShare(reader, readers), [])]
         counts = np.bincount(found, minlength=len(weights)) / len(found)
         assert counts == pytest.approx(shares(weights), rel=0.05)
 

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aioloader import DataLoader, varlen_collate
-from aioloader._base.blocks import Bad
+from aioloader._base.blocks import FailedSample
 from aioloader.datasets import from_iterable, mix
 from aioloader.errors import ShardChangedError
 from datasets import shards
@@ -105,7 +105,7 @@ EITHER = st.sampled_from(STRATEGIES).flatmap(options)
 
 def plain(one: Any) -> Any:
     """Return a sample, or a failure, as values that can be compared."""
-    if type(one) is Bad:
+    if type(one) is FailedSample:
         assert "in 'pack' of the stream" in "".join(one.error.__notes__) or (
             "in 'map' of the stream" in "".join(one.error.__notes__)
         )

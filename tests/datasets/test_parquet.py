@@ -12,12 +12,12 @@ from pyarrow import compute as pc
 from pyarrow import parquet as pq
 from pyarrow.parquet import encryption
 
-from aioloader._base.blocks import Bad
+from aioloader._base.blocks import FailedSample
 from aioloader.datasets import ParquetDataset, write_parquet
 from aioloader.datasets._arrow import files
 from aioloader.datasets._arrow.parquet import ParquetFormat
-from aioloader.datasets._arrow.ranges import Ranges
-from aioloader.datasets._arrow.wanted import Filters
+from aioloader.datasets._arrow.projection import Filters
+from aioloader.datasets._arrow.ranges import FetchedRanges
 from aioloader.errors import DatasetError, TruncatedReadError
 from datasets.shards import check_resumes, put, read
 from datasets.tables import (
@@ -139,7 +139,7 @@ def test_a_loop_that_is_gone_is_an_error() -> None:
     async def begin() -> None:
         ranges.begin()
 
-    ranges = Ranges(read, 9, [], budget=10, location="there")
+    ranges = FetchedRanges(read, 9, [], budget=10, location="there")
     asyncio.run(begin())
     with pytest.raises(DatasetError, match="event loop is closed"):
         ranges.read(0, 9)
@@ -245,7 +245,9 @@ async def numbers(made: ParquetDataset) -> list[Any]:
     found: list[Any] = []
     async with aiter(made) as rows:
         while len(block := await rows.pull(64)):
-            found += [row if isinstance(row, Bad) else int(row["n"]) for row in block]
+            found += [
+                row if isinstance(row, FailedSample) else int(row["n"]) for row in block
+            ]
     return found
 
 
@@ -255,7 +257,7 @@ async def test_only_the_damaged_one_is_lost(small: str) -> None:
     data[chunk.dictionary_page_offset + chunk.total_compressed_size - 8] ^= 255
     put(small, data)
     found = await numbers(ParquetDataset(small))
-    (at,) = [at for at, row in enumerate(found) if isinstance(row, Bad)]
+    (at,) = [at for at, row in enumerate(found) if isinstance(row, FailedSample)]
     assert at == 7 * ROWS
     assert isinstance(found[at].error, DatasetError)
     assert "row group 7" in str(found[at].error)

@@ -16,7 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aioloader._base.blocks import Columns, join, pick, weave
+from aioloader._base.blocks import Columns, interleave, join, pick
 from aioloader._collate.collate import collated, default_collate
 from aioloader._transport.slots import SlotPool
 from aioloader.datasets._arrow.rows import Rows
@@ -311,7 +311,7 @@ def test_other_columns_do_not_join() -> None:
     ]
     for other in others:
         assert one.joined([other]) is None
-        assert join([one, other]) == weave([one, other]) == [{"x": 1}, *other]
+        assert join([one, other]) == interleave([one, other]) == [{"x": 1}, *other]
 
 
 @pytest.mark.parametrize("is_in_parts", [False, True])
@@ -323,7 +323,7 @@ def test_woven_blocks_take_turns(*, is_in_parts: bool) -> None:
     lanes: list[Any] = [Rows(batch.slice(start, 18)) for start in (1, 20, 39)]
     if is_in_parts:
         lanes[1] = join([lanes[1][:7], lanes[1][7:]])
-    found = weave([lane[2:17] for lane in lanes])
+    found = interleave([lane[2:17] for lane in lanes])
     assert isinstance(found, Rows)
     places = [start + 2 + n for n in range(15) for start in (1, 20, 39)]
     assert plain(list(found)) == expected(table.take(places))
@@ -351,7 +351,7 @@ def test_what_arrow_cannot_take_is_picked_row_by_row() -> None:
     picked = rows[1:].pick([1, 0, 1])
     assert [row["x"]["a"] for row in picked] == ["3", "2", "3"]
     assert len(picked.parts) == 3
-    woven = [row["x"]["a"] for row in weave([rows[:2], rows[1:]])]
+    woven = [row["x"]["a"] for row in interleave([rows[:2], rows[1:]])]
     assert woven == ["1", "2", "2", "3"]
 
 

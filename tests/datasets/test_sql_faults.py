@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from aioloader.datasets import SQLDataset
-from aioloader.datasets._sql.address import Address
+from aioloader.datasets._sql.address import DatabaseURL
 from aioloader.datasets.sql import SQLFormat, SQLRows
 from aioloader.errors import DatasetError, ObjectNotFoundError, ObjectPermissionError
 from beside import beside
@@ -90,7 +90,7 @@ async def test_credentials(
     with pytest.raises(ObjectPermissionError, match=words) as caught:
         await read(make, url, table)
     assert PASSWORD not in everything_said(caught.value)
-    assert caught.value.location == Address(url).label
+    assert caught.value.location == DatabaseURL(url).label
 
 
 @WAYS
@@ -299,7 +299,7 @@ def test_wrong_arguments(arguments: dict[str, Any], words: str) -> None:
 )
 def test_addresses(url: str, label: str) -> None:
     """Drivers get them as they are, with defaults; errors show no secret."""
-    address = Address(url)
+    address = DatabaseURL(url)
     assert address.label == label
     before, _, query = url.partition("?")
     driver = address.for_driver()
@@ -307,7 +307,7 @@ def test_addresses(url: str, label: str) -> None:
     assert driver.endswith(f"&{query}&client_encoding=UTF8".replace("&&", "&"))
     kept = query.replace("+", "%2B")
     assert address.for_asyncpg() == f"{before}?{kept}"
-    assert Address(f"{before}?connect_timeout=1").for_asyncpg() == f"{before}?"
+    assert DatabaseURL(f"{before}?connect_timeout=1").for_asyncpg() == f"{before}?"
     said = address.scrub("x s '\\x or s%20'\\x or a+b")
     if "'" in url:
         assert said == "x *** or *** or a+b"
@@ -318,10 +318,10 @@ def test_addresses(url: str, label: str) -> None:
 def test_addresses_of_files(tmp_path: Path) -> None:
     path = tmp_path / "a b%#.db"
     path.touch()
-    address = Address(f"sqlite:///{path}?immutable=1")
+    address = DatabaseURL(f"sqlite:///{path}?immutable=1")
     uri = f"file:{tmp_path}/a%20b%25%23.db?immutable=1&mode=ro"
     assert address.for_driver() == uri
-    assert Address("sqlite:///x.db").path == str(Path.cwd() / "x.db")
+    assert DatabaseURL("sqlite:///x.db").path == str(Path.cwd() / "x.db")
 
 
 # -- servers that vanish ----------------------------------------------------------
@@ -367,7 +367,7 @@ async def test_a_server_that_stays_away(postgresql: Database, running: Server) -
         with pytest.raises(DatasetError, match=r"given up after \d+ tries") as caught:
             while True:
                 rows += await readers[1].pull(100)
-        label = Address(postgresql.url).label
+        label = DatabaseURL(postgresql.url).label
         text = str(caught.value)
         where = f"(id >= 2000, after {rows[-1]['id']}) of {label!r}: "
         assert text.startswith(f"cannot read table 't' {where}")

@@ -15,14 +15,14 @@ from pyarrow import compute as pc
 from pyarrow import feather
 from pyarrow import parquet as pq
 
-from aioloader._base.blocks import Bad
+from aioloader._base.blocks import FailedSample
 from aioloader.datasets._arrow import ipc
 from aioloader.datasets._arrow.csv import CSVFormat, Dialect
 from aioloader.datasets._arrow.ipc import ArrowFormat
 from aioloader.datasets._arrow.memory import MemoryFormat
 from aioloader.datasets._arrow.parquet import ParquetFormat
+from aioloader.datasets._arrow.projection import Projection
 from aioloader.datasets._arrow.rows import Rows
-from aioloader.datasets._arrow.wanted import Wanted
 from aioloader.errors import DatasetError, ObjectNotFoundError, TruncatedReadError
 from datasets.shards import put
 from datasets.tables import (
@@ -197,11 +197,11 @@ async def test_text_that_is_none_costs_its_row_alone(kind: str, tmp_path: Path) 
     form = made(path, nulls={"text": "-"})
     one, two, three, four = await read_all(form, limit=3)
     assert [row["text"] for row in (one, three, four)] == ["good", "-", "also"]
-    assert isinstance(two, Bad)
+    assert isinstance(two, FailedSample)
     assert re.search(r"'a\.\w+' cannot be read, row 1: .*Invalid UTF8", str(two.error))
     (shard,) = await shards(form)
     rows = await read_shard(form, shard, row=1)
-    assert isinstance(rows[0], Bad)
+    assert isinstance(rows[0], FailedSample)
     assert [row["n"] for row in rows[1:]] == [2, 3]
 
 
@@ -371,7 +371,7 @@ def lines(folder: Path, **options: Any) -> Any:
 
 
 def memory(_folder: Path, **options: Any) -> Any:
-    return MemoryFormat(NUMBERED, Wanted(**options))
+    return MemoryFormat(NUMBERED, Projection(**options))
 
 
 EVERY = pytest.mark.parametrize("make", [parquet, arrow, lines, memory])

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aioloader._base.blocks import Bad
+from aioloader._base.blocks import FailedSample
 from aioloader.datasets import tar as archives
-from aioloader.datasets._streams.engine import Feed
+from aioloader.datasets._streams.engine import ByteFeed
 from aioloader.errors import DatasetError, TruncatedReadError
 from datasets.tar_archives import (
     FORMATS,
@@ -153,7 +153,7 @@ def test_what_is_passed_over_takes_no_memory(name: bytes) -> None:
     """Be it too large, of a sample that is spoiled, or of none."""
     piece, count = bytes(1 << 16), 500
     head = member(b"a.y", b"1") * 2 + header(name, len(piece) * count)
-    feed, found = Feed(URL, 0), list[Any]()
+    feed, found = ByteFeed(URL, 0), list[Any]()
     pieces = chain([head], repeat(piece, count), [ZEROS, b""])
     most = 1 << 30 if name == b"a.y" else 1 << 20
     tracemalloc.start()
@@ -165,7 +165,7 @@ def test_what_is_passed_over_takes_no_memory(name: bytes) -> None:
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 1 << 17
-    assert [*map(type, found)] == [Bad]
+    assert [*map(type, found)] == [FailedSample]
     assert not [*pieces]
 
 
@@ -288,7 +288,9 @@ def test_pieces_limits_and_resuming_change_nothing(
     """Samples are tarfile's; from each offset, those that were not taken yet."""
     data = archive(made, form)
     whole, taken = plain(walk(data)), 0
-    assert [Bad if isinstance(one, tuple) else one for one in whole] == expected(data)
+    assert [
+        FailedSample if isinstance(one, tuple) else one for one in whole
+    ] == expected(data)
     for block, at in walked(data, sizes, limits):
         assert plain(block) == whole[taken : (taken := taken + len(block))]
         assert plain(walk(data, at=at)) == whole[taken:]

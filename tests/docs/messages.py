@@ -187,7 +187,7 @@ INTERNAL = {
     "_workers/process/portable_worker.py": "in a worker whose loader has ended",
     "datasets/_arrow/ipc.py:_blocks": "a reason in 'has a footer that cannot be read'",
     "datasets/_arrow/ipc.py:_streamed": "a reason in 'is not an Arrow stream'",
-    "datasets/_arrow/wanted.py:_check_filled": "a reason in 'does not fit'",
+    "datasets/_arrow/projection.py:_check_filled": "a reason in 'does not fit'",
     "datasets/lines.py:JSONDecoder": "a reason in 'the line at byte … is damaged'",
     "datasets/mds.py:_array_decoder": "a reason in 'column …'",
     "datasets/mds.py:_list": "a reason in 'the sample at byte …'",

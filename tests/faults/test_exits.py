@@ -229,7 +229,7 @@ def test_a_stuck_read_does_not_keep_the_interpreter() -> None:
 
 async def test_a_close_waits_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """For the same stuck code; for that of the next iteration, once more."""
-    monkeypatch.setattr("aioloader._pipeline.host.GRACE", 0.1)
+    monkeypatch.setattr("aioloader._pipeline.runner.GRACE", 0.1)
     begun, go_on = threading.Event(), threading.Event()
 
     def stuck(_samples: object) -> None:

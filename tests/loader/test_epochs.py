@@ -457,7 +457,7 @@ def test_async_for_under_trio(make: Any, loop: Any, num_workers: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "part", [(run.Pipeline, "main"), (run, "Lanes")], ids=["start", "tasks"]
+    "part", [(run.Pipeline, "main"), (run, "FetcherPool")], ids=["start", "tasks"]
 )
 @pytest.mark.parametrize("loop", ["thread", "caller"])
 async def test_a_pipeline_that_cannot_start_fails_its_consumer(

@@ -91,7 +91,7 @@ async def thread_is_idle(iterator: Any) -> None:
     """Wait until the loader's thread has done what it was given."""
     idle = asyncio.Event()
     loop = asyncio.get_running_loop()
-    iterator._steps.feed.pipeline.host.cpu.post(
+    iterator._steps.feed.pipeline.runner.cpu.post(
         lambda: loop.call_soon_threadsafe(idle.set)
     )
     await idle.wait()

@@ -19,7 +19,7 @@ from typing import Self, TypeAlias
 
 from typing_extensions import Buffer
 
-from aioloader._pipeline.host import new_event_loop
+from aioloader._pipeline.runner import new_event_loop
 from object_server.answers import (
     BUCKET,
     MAX_KEYS,

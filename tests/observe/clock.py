@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from hypothesis import strategies as st
 
-from aioloader._base.records import Copy, Record, Setting
+from aioloader._base.records import BatchRecord, Copy, RecordedSettings
 from aioloader._observe.changes import changes
 from aioloader._observe.costs import costs_of
 from aioloader._observe.pace import window_of
@@ -84,7 +84,7 @@ class Clock:
 
     def __init__(
         self,
-        setting: Setting,
+        setting: RecordedSettings,
         batches: Sequence[Ticks],
         slow: int = 1,
         *,
@@ -117,11 +117,11 @@ class Clock:
         self._is_waiting = False
         self._client = client
         self.alone: list[float] = []  # seconds of reads that began while few ran
-        self.records: list[Record] = []
+        self.records: list[BatchRecord] = []
         self.copies: list[Copy] = []
         self._room = -1  # since when there is room on the device
 
-    def run(self, batches: int) -> list[Record]:
+    def run(self, batches: int) -> list[BatchRecord]:
         """Return the records of so many batches."""
         while len(self.records) < batches:
             while any([self._take(), self._request(), self._read(), self._make(),
@@ -164,7 +164,9 @@ class Clock:
             asked -= drawn
         else:
             taken += drawn
-        self.records.append(Record(job.number, asked, taken, job.lane, size, at, drawn))
+        self.records.append(
+            BatchRecord(job.number, asked, taken, job.lane, size, at, drawn)
+        )
         self._open -= 1
         self._asked = -1
         self._step = ticks.step + ticks.draw
@@ -323,20 +325,22 @@ class Clock:
                 job.delayed += 1
 
 
-def delayed(one: Record, seconds: float) -> Record:
+def delayed(one: BatchRecord, seconds: float) -> BatchRecord:
     """Return a batch that was asked for, made and taken later."""
     made: Any = (*(at + seconds for at in one.made[:5]), *one.made[5:])
     asked, taken = one.asked + seconds, one.taken + seconds
     return one._replace(asked=asked, taken=taken, made=made)
 
 
-def seconds_per_batch(records: Sequence[Record]) -> float:
+def seconds_per_batch(records: Sequence[BatchRecord]) -> float:
     """Return those of the later half."""
     half = len(records) // 2
     return (records[-1].taken - records[half].taken) / (len(records) - 1 - half)
 
 
-def advised(records: Sequence[Record], setting: Setting) -> Setting:
+def advised(
+    records: Sequence[BatchRecord], setting: RecordedSettings
+) -> RecordedSettings:
     """Return the setting of a loader that is changed as its report says."""
     advice = report(records, setting).advice
     assert advice is not None
@@ -344,8 +348,8 @@ def advised(records: Sequence[Record], setting: Setting) -> Setting:
 
 
 def changed(
-    records: Sequence[Record], setting: Setting
-) -> dict[tuple[str, object], Setting]:
+    records: Sequence[BatchRecord], setting: RecordedSettings
+) -> dict[tuple[str, object], RecordedSettings]:
     """Return the settings of a loader after each change, by argument and new value."""
     costs = costs_of(records, setting)
     assert costs is not None

@@ -6,17 +6,21 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from aioloader._base.records import LoopLag, Setting
+from aioloader._base.records import LoopLag, RecordedSettings
 from aioloader._observe.stages import StageStats
 
-WORKERS = Setting("workers", workers=2, worker_kind="process", reads_in_workers=True)
+WORKERS = RecordedSettings(
+    "workers", workers=2, worker_kind="process", reads_in_workers=True
+)
 SETTINGS = [
-    Setting("inline"),
-    Setting("thread", window=2),
-    Setting("loop", concurrency=64, window=None),
+    RecordedSettings("inline"),
+    RecordedSettings("thread", window=2),
+    RecordedSettings("loop", concurrency=64, window=None),
     WORKERS,
-    Setting("workers", workers=2, worker_kind="thread", concurrency=64),
-    Setting("workers", workers=2, worker_kind="RayWorkers", reads_in_workers=True),
+    RecordedSettings("workers", workers=2, worker_kind="thread", concurrency=64),
+    RecordedSettings(
+        "workers", workers=2, worker_kind="RayWorkers", reads_in_workers=True
+    ),
 ]
 
 

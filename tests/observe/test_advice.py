@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from aioloader import DataLoader, Device
-from aioloader._base.records import Setting
+from aioloader._base.records import RecordedSettings
 from aioloader._observe.changes import changes
 from aioloader._observe.costs import costs_of
 from aioloader.datasets import FileDataset, from_iterable
@@ -26,13 +26,13 @@ from observe.test_verdict import WAITING
 from samples import AsyncBatchMap, AsyncMap, AsyncStream, SyncMap, SyncStream
 
 
-def set_up(loader: DataLoader[Any]) -> Setting:
+def set_up(loader: DataLoader[Any]) -> RecordedSettings:
     """Return how a loader is set up, after an epoch."""
     assert list(loader)
     return replace(loader._live.setting(), cores=8)
 
 
-def offered(setting: Setting, ticks: Ticks = WAITING) -> dict[str, str]:
+def offered(setting: RecordedSettings, ticks: Ticks = WAITING) -> dict[str, str]:
     """Return the arguments whose change is tried if batches take that long, and why."""
     clock = Clock(replace(setting, window=setting.window or 4), [ticks])
     costs = costs_of(clock.run(64), setting)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aioloader._pipeline.autotune import Controller, Held, Observation
+from aioloader._pipeline.autotune import BytesInFlight, Controller, Observation
 
 Rate = Callable[[int], float]
 LATENCY = 0.03
@@ -190,7 +190,7 @@ def test_each_decision_is_logged(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_how_many_batches_fit() -> None:
     """One, until a size is known; then by the greatest of recent ones, one at least."""
-    held = Held(1000)
+    held = BytesInFlight(1000)
     assert held.batches() == 1
     held.note(b"x" * 100)
     assert held.batches() == 10

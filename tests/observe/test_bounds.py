@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from aioloader._base.records import Record, Setting
+from aioloader._base.records import BatchRecord, RecordedSettings
 from aioloader._observe.changes import Change, changes, waits_for_store
 from aioloader._observe.costs import Costs, costs_of, start_seconds
 from aioloader._observe.verdict import report
@@ -15,21 +15,24 @@ from observe.test_verdict import PROCESSES as EIGHT_CORES
 PROCESSES = replace(EIGHT_CORES, cores=2)
 
 
-def measured(record: Record, cpu: float, delayed: float) -> Record:
+def measured(record: BatchRecord, cpu: float, delayed: float) -> BatchRecord:
     """Return a record whose plain code was measured, as shares of its seconds."""
     made = record.made
     seconds = made[4] - made[0]
     return record._replace(made=(*made[:6], cpu * seconds, delayed * seconds))
 
 
-def costs(records: list[Record], setting: Setting) -> Costs:
+def costs(records: list[BatchRecord], setting: RecordedSettings) -> Costs:
     found = costs_of(records, setting)
     assert found is not None
     return found
 
 
 def tried(
-    records: list[Record], setting: Setting, argument: str, start: float = 0.0
+    records: list[BatchRecord],
+    setting: RecordedSettings,
+    argument: str,
+    start: float = 0.0,
 ) -> list[Change]:
     """Return the changes of an argument that are tried."""
     found = changes(costs(records, setting), setting, start)
@@ -72,7 +75,7 @@ def test_cores_that_the_step_keeps_busy() -> None:
 
 def test_busy_cores_are_not_taken_for_waiting() -> None:
     """Others take the processors for most of the time: no store is waited for."""
-    setting = Setting("thread", window=2, batch_size=4, cores=2)
+    setting = RecordedSettings("thread", window=2, batch_size=4, cores=2)
     waits = Clock(setting, [Ticks((10,) * 4, collate=1, step=3)]).run(64)
     crowded = [measured(one, 0.2, 0.75) for one in waits]
     idle = [measured(one, 0.02, 0.0) for one in waits]
@@ -104,7 +107,7 @@ def test_a_step_that_computes_shares_the_lock_with_a_thread() -> None:
 # -- starts of workers -----------------------------------------------------------------
 
 
-def starting(seconds: float) -> list[Record]:
+def starting(seconds: float) -> list[BatchRecord]:
     """Return the records of an epoch whose workers start so late."""
     records = Clock(PROCESSES, [Ticks((4,) * 4, step=20)]).run(24)
     first, *rest = (delayed(one, seconds) for one in records)
@@ -122,7 +125,9 @@ def starting(seconds: float) -> list[Record]:
     ],
     ids=["short epochs", "pace is off", "one epoch", "long epochs", "kept workers"],
 )
-def test_workers_that_start_in_each_epoch(setting: Setting, is_advised: bool) -> None:
+def test_workers_that_start_in_each_epoch(
+    setting: RecordedSettings, is_advised: bool
+) -> None:
     """They are kept if that saves 5 % of the epochs that are seen."""
     records = starting(0.2)
     assert start_seconds(records[1:], setting) == 0

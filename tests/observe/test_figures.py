@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import Dataset, TensorDataset
 
 from aioloader import DataLoader, Retry
-from aioloader._base.records import Record
+from aioloader._base.records import BatchRecord
 from aioloader._observe.stats import LoaderStats
 from aioloader.datasets import JSONLinesDataset
 from samples import AsyncMap, SyncMap, SyncStream
@@ -152,9 +152,9 @@ def test_a_plain_for_waits_while_it_makes_a_batch(loader: DataLoader[Any]) -> No
 def test_batches_that_were_ready() -> None:
     """All four are made at once; then one after the other is asked for."""
 
-    def record(number: int, asked: float, collated: float) -> Record:
+    def record(number: int, asked: float, collated: float) -> BatchRecord:
         made = (0.0, 1.0, 1.0, 1.0, collated, 0.0, 0.0, 0.0)
-        return Record(number, asked, max(asked, collated), 0, 1, made)
+        return BatchRecord(number, asked, max(asked, collated), 0, 1, made)
 
     empty = LoaderStats(0, 4, 0.0, 0, failures=0)
     assert empty.queued == 0

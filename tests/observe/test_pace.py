@@ -8,7 +8,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from aioloader._base.records import Setting
+from aioloader._base.records import RecordedSettings
 from aioloader._observe.costs import Costs, costs_of
 from aioloader._observe.pace import seconds_per_batch
 from observe.clock import Clock, Ticks, ticks
@@ -26,18 +26,18 @@ def costs(count: int = 1, **given: Any) -> Costs:
     })  # fmt: skip
 
 
-def workers(number: int, **changes: object) -> Setting:
+def workers(number: int, **changes: object) -> RecordedSettings:
     """Return a loader with processes that read."""
-    plain = Setting(
+    plain = RecordedSettings(
         "workers", number, "process", reads_in_workers=True, window=2 * number, cores=8
     )
     return replace(plain, **changes)  # type: ignore[arg-type]
 
 
 SETTINGS = st.one_of(
-    st.just(Setting("inline")),
+    st.just(RecordedSettings("inline")),
     st.builds(
-        Setting,
+        RecordedSettings,
         st.sampled_from(["thread", "loop"]),
         window=st.integers(1, 6),
         concurrency=st.sampled_from([4, 8, 16]),
@@ -69,7 +69,7 @@ SETTINGS = st.one_of(
     transport=st.integers(0, 6),
 )
 def test_a_changed_loader_is_as_fast_as_computed(
-    batches: list[Ticks], setting: Setting, change: str, transport: int
+    batches: list[Ticks], setting: RecordedSettings, change: str, transport: int
 ) -> None:
     """The recorded one is, too: within 5 points of what truly happens."""
     batches = [one._replace(transport=transport) for one in batches]

@@ -14,7 +14,7 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from aioloader import DataLoader
-from aioloader._base.records import NOT_MADE, Made, Record, Setting
+from aioloader._base.records import NOT_MADE, BatchRecord, BatchTimes, RecordedSettings
 from aioloader._observe.page import report_html
 from aioloader._observe.verdict import Advice, HeadRoom, Report
 from observe.showing import SETTINGS, WORKERS, Figures, Stage
@@ -40,21 +40,21 @@ VERDICT = Report(
 )
 
 
-def records(count: int, *, is_made: bool = True) -> list[Record]:
+def records(count: int, *, is_made: bool = True) -> list[BatchRecord]:
     """Return batches, one a second: read in 0.6 s, transformed in 1, collated in .2."""
     found = []
     for number in range(count):
         at = float(number)
-        made: Made = (at, at + 0.6, at + 0.6, at + 1.6, at + 1.8, 0.0, 0.0, 0.0)
+        made: BatchTimes = (at, at + 0.6, at + 0.6, at + 1.6, at + 1.8, 0.0, 0.0, 0.0)
         made = made if is_made else NOT_MADE
-        found.append(Record(number, at + 1.4, at + 2.0, number % 2, 4, made))
+        found.append(BatchRecord(number, at + 1.4, at + 2.0, number % 2, 4, made))
     return found
 
 
 def written(
     path: Path,
-    taken: Sequence[Record],
-    setting: Setting = WORKERS,
+    taken: Sequence[BatchRecord],
+    setting: RecordedSettings = WORKERS,
     stages: Sequence[Stage] = STAGES,
 ) -> str:
     """Write a page and return it."""
@@ -93,7 +93,7 @@ class References(HTMLParser):
     "setting", SETTINGS, ids=lambda one: one.place + one.worker_kind
 )
 @pytest.mark.parametrize("count", [0, 1, 2, 1024])
-def test_any_page(tmp_path: Path, setting: Setting, count: int) -> None:
+def test_any_page(tmp_path: Path, setting: RecordedSettings, count: int) -> None:
     """Is well-formed, refers to nothing, and has all its parts."""
     text = written(tmp_path / "page.html", records(count), setting)
     root = parsed(text)

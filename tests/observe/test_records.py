@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from aioloader import DataLoader
-from aioloader._base.records import Record, bytes_of
+from aioloader._base.records import BatchRecord, bytes_of
 from aioloader.datasets import from_iterable
 from beside import beside
 from samples import AsyncBatchMap, AsyncMap, AsyncStream, SyncMap, SyncStream
@@ -23,12 +23,12 @@ PLACES: dict[str, dict[str, Any]] = {
 }
 
 
-def records(loader: DataLoader[Any]) -> list[Record]:
+def records(loader: DataLoader[Any]) -> list[BatchRecord]:
     """Return those of the latest epoch."""
     return [*loader.stats()._records]
 
 
-def check(found: list[Record], *, size: int, busy: bool = False) -> None:
+def check(found: list[BatchRecord], *, size: int, busy: bool = False) -> None:
     """Assert that clocks go forwards, from batch to batch and within each."""
     assert found
     assert all(one.samples == size for one in found)
@@ -72,7 +72,7 @@ async def test_each_batch_has_a_record(
         assert len(found) == batches == loader.stats().batches
         is_awaited = kind is AsyncMap or transform is plus_async
         check(found, size=4, busy=is_awaited)
-        lanes = {one.lane for one in found}
+        lanes = {one.worker for one in found}
         assert lanes <= ({0} if place == "in process" else {0, 1})
         assert [one.number for one in found] == list(range(batches))
 

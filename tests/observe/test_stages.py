@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aioloader._base.records import Copy, Record, Setting
+from aioloader._base.records import BatchRecord, Copy, RecordedSettings
 from aioloader._observe.stages import StageStats, stage_stats
 from aioloader._observe.stats import LoaderStats
 from observe.clock import Clock, Ticks, ticks
@@ -14,13 +14,13 @@ from observe.clock import Clock, Ticks, ticks
 NOTHING = LoaderStats(epoch=0, batches=4, waited=0.0, in_flight=0, failures=0)
 
 
-def one_after_the_other(count: int, waits: float = 0.0) -> list[Record]:
+def one_after_the_other(count: int, waits: float = 0.0) -> list[BatchRecord]:
     """Return batches made inline: 3 s read, 2 s transformed, 1 s collated, 4 s used."""
     records = []
     for number in range(count):
         at = 10.0 * number + 100
         made = (at, at + 3, at + 3, at + 5, at + 6, 0.0, 0.0, 0.0)
-        records.append(Record(number, at, at + 6 + waits, 0, 8, made))
+        records.append(BatchRecord(number, at, at + 6 + waits, 0, 8, made))
     return records
 
 
@@ -36,7 +36,7 @@ def test_copies_to_a_device() -> None:
         Copy(at, 100 + 10.0 * at, 102 + 10.0 * at, 105 + 10.0 * at, 1 << 20)
         for at in range(4)
     ]
-    setting = Setting("thread", on_device=1)
+    setting = RecordedSettings("thread", on_device=1)
     stages = stage_stats(records, setting, copies)
     assert [stage.name for stage in stages][-3:] == ["transport", "device", "consumer"]
     device = named(stages, "device")
@@ -54,16 +54,16 @@ def test_copies_to_a_device() -> None:
     batches=st.lists(ticks(1, 6, at_least=0), min_size=1, max_size=4),
     setting=st.sampled_from(
         [
-            Setting("inline"),
-            Setting("thread", window=2),
-            Setting("loop", concurrency=4, window=4),
-            Setting("loop", concurrency=4, window=4, on_device=1),
-            Setting("workers", 3, "process", reads_in_workers=True, window=6),
-            Setting("workers", 2, "process", concurrency=4, window=4),
+            RecordedSettings("inline"),
+            RecordedSettings("thread", window=2),
+            RecordedSettings("loop", concurrency=4, window=4),
+            RecordedSettings("loop", concurrency=4, window=4, on_device=1),
+            RecordedSettings("workers", 3, "process", reads_in_workers=True, window=6),
+            RecordedSettings("workers", 2, "process", concurrency=4, window=4),
         ]
     ),
 )
-def test_sums_agree(batches: list[Ticks], setting: Setting) -> None:
+def test_sums_agree(batches: list[Ticks], setting: RecordedSettings) -> None:
     records = Clock(setting, batches).run(20)
     seconds = records[-1].taken - records[0].asked
     for stage in stage_stats(records, setting):
@@ -79,7 +79,7 @@ def test_a_table_for_people() -> None:
         waited=0.25,
         worker_deaths=1,
         _records=records,
-        _setting=Setting("inline"),
+        _setting=RecordedSettings("inline"),
     )
     assert str(stats) == (
         "epoch 0: 4 batches, 0 in flight; waited 250 ms\n"

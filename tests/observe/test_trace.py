@@ -20,9 +20,9 @@ from aioloader._base.records import (
     NOT_MADE,
     Copy,
     Counters,
+    RecordedSettings,
     Records,
     RecordTuple,
-    Setting,
 )
 from aioloader._observe.trace import Trace, Traced, trace_events
 from observe.showing import SETTINGS, WORKERS
@@ -35,7 +35,7 @@ def record(number: int, at: float, *, lane: int = 0, size: int = 4) -> RecordTup
     return number, at + 5, at + 8, lane, size, made, 0.0
 
 
-def traced(setting: Setting, count: int = 6) -> Traced:
+def traced(setting: RecordedSettings, count: int = 6) -> Traced:
     """Return an epoch of batches that overlap where there are two lanes."""
     lanes = max(1, setting.workers)
     records = [record(n, 4.0 * n, lane=n % lanes) for n in range(count)]
@@ -69,7 +69,7 @@ def total(events: list[Any], name: str) -> float:
     ),
     st.sampled_from(SETTINGS),
 )
-def test_any_times(drawn: list[Any], setting: Setting) -> None:
+def test_any_times(drawn: list[Any], setting: RecordedSettings) -> None:
     """Nothing overlaps on a track, whatever was recorded; every second is there."""
     one = Traced(Counters(0), setting)
     for number, (began, wait, lane, lasts) in enumerate(drawn):
@@ -93,7 +93,7 @@ def test_any_times(drawn: list[Any], setting: Setting) -> None:
 
 def test_tracks() -> None:
     """The consumer's first, then the readers', one for each worker, then the copies."""
-    both = Setting("workers", workers=2, worker_kind="thread", concurrency=64)
+    both = RecordedSettings("workers", workers=2, worker_kind="thread", concurrency=64)
     epoch = traced(both)
     epoch.copies = [Copy(0, 7.0, 8.0, 8.5, 64), Copy(1, 11.0, 12.0, 12.5, 64)]
     events = list(trace_events([epoch], 0, 7))
@@ -101,7 +101,9 @@ def test_tracks() -> None:
     consumer, *names, copies = tracks(events).values()
     assert (consumer, copies) == ("consumer", "copies to the device")
     assert names == ["reads", "worker 0", "worker 1"]
-    inline = list(tracks(trace_events([traced(Setting("inline"))], 0, 7)).values())
+    inline = list(
+        tracks(trace_events([traced(RecordedSettings("inline"))], 0, 7)).values()
+    )
     assert inline == ["consumer", "loader", "loader (2)"]
 
 
@@ -201,7 +203,7 @@ def test_on_torchs_clock(tmp_path: Path, suffix: str) -> None:
     """
     theirs, ours = tmp_path / f"theirs{suffix}", tmp_path / f"ours{suffix}"
     records, trace = Records(), Trace(ours, [])
-    trace.follow(Counters(0, records=records), Setting("thread"))
+    trace.follow(Counters(0, records=records), RecordedSettings("thread"))
     with trace:
         began, ended = profiled(theirs)
         records.append((0, began, ended, 0, 1, NOT_MADE, 0.0))

@@ -13,13 +13,12 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 from aioloader import DataLoader
 from aioloader._base.records import NOT_MADE
-from aioloader._loader.options import Chosen
-from aioloader._pipeline import lanes as lanes_module
+from aioloader._loader.options import Auto
+from aioloader._pipeline import fetchers as lanes_module
 from aioloader._pipeline import tuner as tuner_module
-from aioloader._pipeline.ahead_feed import Window
 from aioloader._pipeline.autotune import Controller
-from aioloader._pipeline.batch_task import BatchTask
-from aioloader._pipeline.lanes import Lanes
+from aioloader._pipeline.batch_task import BatchTask, Window
+from aioloader._pipeline.fetchers import FetcherPool
 from aioloader._pipeline.tuner import Tuner, Tuning
 from loader.states import left_at
 from observe.showing import Clock
@@ -85,7 +84,7 @@ async def read_all(store: Store, controller: Controller, batches: int) -> list[A
     def tune(began: float, is_busy: bool) -> int:
         return tuned.note_read(began, failures=0, is_busy=is_busy)
 
-    lanes = Lanes(controller.value, tune)
+    lanes = FetcherPool(controller.value, tune)
     await asyncio.gather(*(lanes.run(task, read, 8) for task in tasks))
     await lanes.aclose()
     return [sample for task in tasks for sample in task.samples]
@@ -196,7 +195,7 @@ def test_workers_between_epochs() -> None:
         seen.append(int(loader.num_workers))
         live.epoch = live.draw(loader._options(), None)
         deliver(live.epoch, rate)
-        live.pools.servers.deaths = deaths
+        live.pools.supervisors.deaths = deaths
     assert seen == [8, 12, 12, 12, 6]
 
 
@@ -256,11 +255,11 @@ def test_made_again_of_its_attributes(dataset: Any) -> None:
     """Frameworks do so; they compare numbers, and copy and pickle loaders."""
     loader = DataLoader(dataset, 4, **_ALL)
     known = {name: getattr(loader, name) for name in _ALL}
-    assert all(isinstance(value, Chosen) for value in known.values())
+    assert all(isinstance(value, Auto) for value in known.values())
     assert loader.num_workers >= 0
     made = DataLoader(loader.dataset, 4, **known)
     for one in (made, copy.deepcopy(loader), pickle.loads(pickle.dumps(loader))):
-        assert all(isinstance(getattr(one, name), Chosen) for name in _ALL)
+        assert all(isinstance(getattr(one, name), Auto) for name in _ALL)
         assert indices(one) == [*range(24)]
 
 

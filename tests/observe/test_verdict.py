@@ -5,16 +5,16 @@ from random import Random
 
 import pytest
 
-from aioloader._base.records import LoopLag, Record, Setting
+from aioloader._base.records import BatchRecord, LoopLag, RecordedSettings
 from aioloader._observe.stats import LoaderStats
 from aioloader._observe.verdict import Report, report
 from observe.clock import Clock, Ticks, advised, changed, seconds_per_batch
 
-PROCESSES = Setting(
+PROCESSES = RecordedSettings(
     "workers", 2, "process", reads_in_workers=True, window=4, batch_size=4, cores=8
 )
 THREADS = replace(PROCESSES, worker_kind="thread", workers=4, window=8)
-LOOP = Setting("loop", concurrency=8, window=12, batch_size=4, cores=8)
+LOOP = RecordedSettings("loop", concurrency=8, window=12, batch_size=4, cores=8)
 ALL_CPU = ("read", "transform", "collate")
 BUSY = Ticks((1,) * 4, transform=30, collate=2, step=5, uses_cpu=ALL_CPU)
 
@@ -33,7 +33,7 @@ class Plant:
         locks: Whether threads keep the interpreter's lock.
     """
 
-    setting: Setting
+    setting: RecordedSettings
     ticks: Ticks
     stage: str
     advice: tuple[str, object]
@@ -47,8 +47,8 @@ def cpu(read: int = 1, **ticks: int) -> Ticks:
     return Ticks((read,) * 4, **ticks, uses_cpu=ALL_CPU)
 
 
-INLINE = Setting("inline", batch_size=4, cores=8)
-THREAD = Setting("thread", window=2, batch_size=4, cores=4)
+INLINE = RecordedSettings("inline", batch_size=4, cores=8)
+THREAD = RecordedSettings("thread", window=2, batch_size=4, cores=4)
 FOUR = replace(PROCESSES, workers=4, window=8, cores=4)
 PAIR = replace(THREADS, reads_in_workers=True, workers=2, window=4)
 SMALL = Ticks(tuple(150 + 37 * at % 100 for at in range(32)), collate=1, step=2)
@@ -163,7 +163,7 @@ def test_a_planted_bottleneck(plant: Plant) -> None:
     assert found.advice.gain + 100 == pytest.approx(truth + 100, rel=near)
 
 
-def simulated(setting: Setting, *batches: Ticks, count: int = 64) -> Report:
+def simulated(setting: RecordedSettings, *batches: Ticks, count: int = 64) -> Report:
     """Return the report on a loader, whose copies are known."""
     clock = Clock(setting, batches)
     return report(clock.run(count), setting, copies=clock.copies)
@@ -181,7 +181,7 @@ def test_training_sets_the_pace() -> None:
     assert dict(found.head_room) == pytest.approx({1: 1, 2: 1, 4: 5 / 8}, abs=0.03)
 
 
-COPIES = Setting("thread", window=6, on_device=2, cores=8)
+COPIES = RecordedSettings("thread", window=6, on_device=2, cores=8)
 COPIED = Ticks(collate=1, transport=20, step=5)
 
 
@@ -266,7 +266,9 @@ def test_a_hogged_loop_outranks_what_it_slows_down() -> None:
 
 def test_the_cheaper_change_is_preferred() -> None:
     """A thread beside the step hides as much as processes would."""
-    found = simulated(Setting("inline", cores=8), Ticks((10,), collate=2, step=12))
+    found = simulated(
+        RecordedSettings("inline", cores=8), Ticks((10,), collate=2, step=12)
+    )
     assert found.advice is not None
     assert (found.advice.argument, found.advice.new) == ("prefetch_factor", 2)
     assert found.advice.gain == pytest.approx(100, abs=1)
@@ -301,7 +303,7 @@ def test_a_client_that_serves_a_few_reads_at_a_time(served: int) -> None:
 class Loader:
     """A loader, what its batches take, and how many reads its client serves."""
 
-    setting: Setting
+    setting: RecordedSettings
     batches: list[Ticks]
     client: int
 
@@ -365,7 +367,7 @@ def test_advice_followed_to_its_end_is_near_the_best(seed: int) -> None:
 
 
 @pytest.mark.parametrize("setting", [INLINE, THREAD, LOOP, PROCESSES])
-def test_drawing_indices_takes_long(setting: Setting) -> None:
+def test_drawing_indices_takes_long(setting: RecordedSettings) -> None:
     """It runs in the consumer's thread: no argument helps, and the sampler is named."""
     setting = replace(setting, sampler="Bucketed")
     found = simulated(setting, Ticks((0,) * 4, collate=1, step=5, draw=50))
@@ -377,7 +379,7 @@ def test_drawing_indices_takes_long(setting: Setting) -> None:
 
 
 def test_a_report_for_people() -> None:
-    setting = Setting("thread", window=2, batch_size=4, cores=4)
+    setting = RecordedSettings("thread", window=2, batch_size=4, cores=4)
     stats = LoaderStats(0, 64, 0.1, 2, failures=0, worker_deaths=2, worker_restarts=2)
     records = Clock(setting, [Ticks((5,) * 4, collate=1, step=15)]).run(64)
     assert str(report(records, setting, stats)) == (
@@ -401,6 +403,9 @@ def test_batches_that_cost_nothing_stay_where_they_are(cost: float) -> None:
         read, end = now + cost, now + 2 * cost
         cpu = 0.0 if number % 16 else 2 * cost
         made = now, read, read, read, end, 0.0, cpu, 0.0
-        records.append(Record(number, now, now + 2 * cost, 0, 4, made))
+        records.append(BatchRecord(number, now, now + 2 * cost, 0, 4, made))
         now += 2.2 * cost
-    assert report(records, Setting("inline", batch_size=4, cores=8)).advice is None
+    assert (
+        report(records, RecordedSettings("inline", batch_size=4, cores=8)).advice
+        is None
+    )

@@ -25,7 +25,7 @@ def test_arguments_are_all_there() -> None:
 def test_they_have_the_same_types() -> None:
     """But those that make other batches: ``tail="pad"``, and a device's transform."""
     given = get_type_hints(signature.Arguments)
-    assert given.pop("device") == signature.Place
+    assert given.pop("device") == signature.DeviceLike
     assert given.pop("rank") == signature.Rank
     assert given.pop("tail") == Literal["wrap", "drop", "uneven"] | None
     assert given == {name: PARAMETERS[name].annotation for name in given}

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from aioloader._base.outlast import cancel
-from aioloader._base.raising import Carried, carried
+from aioloader._base.cancellation import cancel
+from aioloader._base.raising import WrappedExit, carried
 
 _CONTAINERS = {tuple, list, dict}
 # None of these is awaitable: the usual samples.
@@ -37,7 +37,7 @@ async def together(values: Iterable[Any]) -> list[Any]:
     tasks = [asyncio.ensure_future(_resolved_in_task(value)) for value in values]
     try:
         return await asyncio.gather(*tasks)
-    except Carried as passed:
+    except WrappedExit as passed:
         raise passed.error from passed.error.__cause__
     finally:
         await cancel(tasks)

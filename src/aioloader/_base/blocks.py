@@ -1,7 +1,7 @@
 """Blocks: several samples that move together, as a list or as columns.
 
 A block is moved, cut and permuted without touching its samples, so that columns stay
-columns until a row is requested. A sample that failed is a ``Bad`` in a list.
+columns until a row is requested. A sample that failed is a ``FailedSample`` in a list.
 """
 
 import inspect
@@ -35,7 +35,7 @@ class Columns(Protocol):
         """Return this block and ``others`` as one; None if their columns differ."""
         ...
 
-    def woven(self, others: "Sequence[Columns]") -> "Columns | None":
+    def interleaved(self, others: "Sequence[Columns]") -> "Columns | None":
         """Interleave: the first row of each, the second of each; or None."""
         ...
 
@@ -47,7 +47,7 @@ _SAME = 100
 
 
 @dataclass(eq=False, repr=False)
-class Bad:
+class FailedSample:
     """Placeholder for a sample that could not be read or made."""
 
     error: BaseException  # why; its message says where
@@ -106,7 +106,7 @@ class SameErrors:
     def is_stuck(self, block: Sequence[Any]) -> bool:
         """Tell whether the latest blocks held only the same error, many times."""
         last = block[-1] if len(block) else None
-        if type(last) is not Bad:
+        if type(last) is not FailedSample:
             self._count = 0
             return False
         error = repr(last.error)
@@ -121,9 +121,9 @@ class SameErrors:
         return True
 
 
-def failed(error: BaseException, what: str = "the dataset") -> Bad:
+def failed(error: BaseException, what: str = "the dataset") -> FailedSample:
     """Return the placeholder for a sample whose code, ``what``, raised an error."""
-    return Bad(raisable(error, what), is_users=True)
+    return FailedSample(raisable(error, what), is_users=True)
 
 
 def unreadable(block: Block) -> list[int]:
@@ -131,25 +131,25 @@ def unreadable(block: Block) -> list[int]:
 
     A position is there as often as there are such samples in it.
     """
-    if not isinstance(block, list) or Bad not in set(map(type, block)):
+    if not isinstance(block, list) or FailedSample not in set(map(type, block)):
         return []
     return [
         k
         for k, one in enumerate(block)
-        if type(one) is Bad
+        if type(one) is FailedSample
         for each in (one, *one.then)
-        if type(each) is Bad and not each.is_users
+        if type(each) is FailedSample and not each.is_users
     ]
 
 
 def spread(block: Block) -> Block:
     """Return the block with what follows failed samples in their positions."""
-    if not isinstance(block, list) or Bad not in set(map(type, block)):
+    if not isinstance(block, list) or FailedSample not in set(map(type, block)):
         return block
     spread: list[Any] = []
     for sample in block:
         spread.append(sample)
-        if type(sample) is Bad:
+        if type(sample) is FailedSample:
             spread += sample.then
     return spread
 
@@ -167,11 +167,11 @@ def join(blocks: Sequence[Block]) -> Block:
     return list(chain.from_iterable(blocks)) if joined is None else joined
 
 
-def weave(blocks: Sequence[Block]) -> Block:
+def interleave(blocks: Sequence[Block]) -> Block:
     """Interleave ``blocks`` of equal length: the first of each, the second of each."""
-    woven = _together(blocks, "woven")
-    if woven is not None:
-        return woven
+    interleaved = _together(blocks, "interleaved")
+    if interleaved is not None:
+        return interleaved
     return list(chain.from_iterable(zip(*blocks, strict=True)))
 
 

@@ -19,7 +19,7 @@ _KEPT = 1000
 _FEW, _BY_CHANCE = 1000, 5
 
 
-class _Skip:
+class _SkipType:
     """The type of ``SKIP``."""
 
     def __repr__(self) -> str:
@@ -29,7 +29,7 @@ class _Skip:
         return "SKIP"
 
 
-SKIP: Final = _Skip()
+SKIP: Final = _SkipType()
 """Return this from an ``on_error`` callable to leave the sample out."""
 
 

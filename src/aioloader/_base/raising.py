@@ -17,7 +17,7 @@ _EXITS = (KeyboardInterrupt, SystemExit)
 
 def raisable(error: BaseException, what: str) -> BaseException:
     """Return an error that ``what`` raised as the consumer gets it."""
-    if isinstance(error, Carried):
+    if isinstance(error, WrappedExit):
         return error.error
     if not isinstance(error, STOPS):
         return error
@@ -45,7 +45,7 @@ def ends_task(error: BaseException) -> bool:
     return task is not None and task.cancelling() > 0
 
 
-class Unsaved:
+class StateError:
     """What the ``state_dict`` of a user's object raised, in place of its state.
 
     Only those who want the state get the error; a pickle has its text.
@@ -56,7 +56,7 @@ class Unsaved:
 
     def __reduce__(self) -> Any:
         text = "".join(traceback.format_exception_only(self.error)).strip()
-        return Unsaved, (RuntimeError(text),)
+        return StateError, (RuntimeError(text),)
 
 
 def saved_state(part: Any) -> Any:
@@ -66,17 +66,19 @@ def saved_state(part: Any) -> Any:
     except (Exception, *STOPS) as error:
         name = type(part).__name__
         error.add_note(f"aioloader: in the state_dict() of {name}")
-        return Unsaved(raisable(error, name))  # no variable holds it: it has this frame
+        return StateError(
+            raisable(error, name)
+        )  # no variable holds it: it has this frame
 
 
 def usable(state: Any) -> Any:
     """Return a state; raise the error that is there in its place."""
-    if isinstance(state, Unsaved):
+    if isinstance(state, StateError):
         raise state.error
     return state
 
 
-class Carried(Exception):  # noqa: N818  (it holds one)
+class WrappedExit(Exception):  # noqa: N818  (it holds one)
     """An exit of user code on its way out of a task, where it would stop the loop."""
 
     def __init__(self, error: BaseException) -> None:
@@ -86,4 +88,4 @@ class Carried(Exception):  # noqa: N818  (it holds one)
 
 def carried(error: BaseException) -> BaseException:
     """Return the form of ``error`` that may be raised in a task."""
-    return Carried(error) if isinstance(error, _EXITS) else error
+    return WrappedExit(error) if isinstance(error, _EXITS) else error

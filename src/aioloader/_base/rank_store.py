@@ -15,7 +15,7 @@ from typing import Any
 
 import torch.distributed
 
-from aioloader._base.words import seconds_text
+from aioloader._base.formatting import seconds_text
 
 # torch's type stubs do not name the stores.
 dist: Any = torch.distributed

@@ -31,7 +31,7 @@ _SIZES = {int: 8, float: 8, bool: 8, type(None): 8}
 
 # When and where a batch was made; clock readings in seconds. A plain tuple costs a
 # fifth of a named one.
-Made: TypeAlias = tuple[
+BatchTimes: TypeAlias = tuple[
     float,  # reading started; for a stream, the batch was requested
     float,  # all of its samples were read
     float,  # transform and collate started; later than that if they waited
@@ -47,8 +47,8 @@ Made: TypeAlias = tuple[
     # with the processor time, where the system tells.
     float,
 ]
-RecordTuple: TypeAlias = tuple[int, float, float, int, int, Made, float]
-NOT_MADE: Made = (0.0,) * 8
+RecordTuple: TypeAlias = tuple[int, float, float, int, int, BatchTimes, float]
+NOT_MADE: BatchTimes = (0.0,) * 8
 
 
 def is_clocked(number: int) -> bool:
@@ -73,15 +73,15 @@ def spent(since: RunTimes) -> RunTimes:
     return run_times() - since
 
 
-class Record(NamedTuple):
+class BatchRecord(NamedTuple):
     """One delivered batch."""
 
     number: int  # place in the epoch
     asked: float  # when its consumer asked for it
     taken: float  # when the consumer got it
-    lane: int  # number of the worker that made it; 0 without workers
+    worker: int  # number of the worker that made it; 0 without workers
     samples: int  # how many samples it has
-    made: Made
+    made: BatchTimes
     # Seconds of these in which indices were drawn, of this batch or later ones.
     drawn: float = 0.0
 
@@ -127,7 +127,7 @@ Records: TypeAlias = Latest[RecordTuple]
 
 
 @dataclass(eq=False, repr=False)
-class Setting:
+class RecordedSettings:
     """How a loader was set up for an epoch, as far as its speed depends on it."""
 
     # Where batches are made. ``"inline"``: in the consumer's thread, on request.
@@ -201,7 +201,7 @@ class Setting:
 
     @property
     def making_starts(self) -> int:
-        """Which of a batch's times (``Made``) is when a making slot gets it."""
+        """Which of a batch's times (``BatchTimes``) is when a making slot gets it."""
         if self.transforms_async:
             return 3
         return 0 if self.is_coupled else 2
@@ -257,8 +257,12 @@ class Counters:
     drawn: float = 0.0  # seconds of these in which indices were drawn
     in_flight: int = 0  # batches requested and not yet delivered
     records: Records = field(default_factory=Latest)  # of the latest batches
-    setting: Setting | None = None  # how the loader is set up, once it was asked for
-    describe: Callable[[], Setting] | None = None  # returns it; None: made inline
+    setting: RecordedSettings | None = (
+        None  # how the loader is set up, once it was asked for
+    )
+    describe: Callable[[], RecordedSettings] | None = (
+        None  # returns it; None: made inline
+    )
     weighed: int = 0  # how many batches had their bytes counted
     bytes: int = 0  # the bytes of these
     # The time and this process's processor time at the latest of these.
@@ -286,8 +290,8 @@ class Counters:
         self.bytes += bytes_of(batch)
         self.clocks.append((time.perf_counter(), time.process_time()))
 
-    def recorded(self) -> list[Record]:
-        return [Record(*record) for record in list(self.records)]
+    def recorded(self) -> list[BatchRecord]:
+        return [BatchRecord(*record) for record in list(self.records)]
 
     def ahead_bytes(self) -> int:
         """Return the device memory of batches moved and not yet delivered, in bytes."""

@@ -22,7 +22,7 @@ from typing import Any, TypeAlias
 
 import torch.utils.data
 
-from aioloader._base.words import seconds_text, table
+from aioloader._base.formatting import seconds_text, table
 from aioloader._loader.loader import DataLoader
 from aioloader._loader.options import argument
 from aioloader._loader.torch_compat import TORCH_LOADER

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from aioloader._base.outlast import in_order
+from aioloader._base.cancellation import in_order
 from aioloader._cli.sources import find_kind
 from aioloader.datasets import indexed
 from aioloader.datasets._stores.addresses import (
@@ -21,9 +21,9 @@ from aioloader.datasets._stores.addresses import (
 )
 from aioloader.datasets._stores.failures import Version
 from aioloader.datasets._streams.edges import (
-    Growing,
+    EdgesBuilder,
+    IndexPack,
     Numbers,
-    Pack,
     check_end,
     index_bytes,
     index_name,
@@ -72,7 +72,7 @@ def run(options: Namespace) -> None:
 async def _index(stream: Any, options: Namespace) -> None:
     """Write an index next to each shard, or of all; each minute what there is of it."""
     made_by: ByteFormat = stream.made_by
-    of, pack, growing = indexed.kind_of(stream), options.pack, Growing()
+    of, pack, growing = indexed.kind_of(stream), options.pack, EdgesBuilder()
     before: dict[str, tuple[Numbers, Version]] = {}
     async with AsyncExitStack() as stack:
         stack.callback(_show, "", options)
@@ -93,12 +93,12 @@ async def _index(stream: Any, options: Namespace) -> None:
                 beside = sibling(shards[done - 1], index_name)
                 if not is_there:
                     await indexed.write(stream, beside, index_bytes(numbers))
-                label = made_by.places.label(beside)
+                label = made_by.storage.label(beside)
                 _say(f"{label}: {len(numbers) - 1:,} samples", options)
             elif done == len(shards) or (
                 is_new and time.monotonic() - saved > _SAVED_EVERY
             ):
-                some = Pack(names[:done], growing.done(), of)
+                some = IndexPack(names[:done], growing.done(), of)
                 await indexed.write(stream, pack, some.contents())
                 saved = time.monotonic()
             _show(f"{done:,} of {len(shards):,} shards", options)
@@ -114,7 +114,7 @@ async def _find(
 
     An index next to it is trusted if it is newer than the shard, and fits.
     """
-    places, address = made_by.places, made_by.address(shard)
+    places, address = made_by.storage, made_by.address(shard)
     now = await places.version(address)
     if before is not None and now.is_marked and before[1].is_of(now):
         return *before, True

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from aioloader._cli import bench, index, pack, tokenize
 from aioloader.errors import LoaderError
 
-Number = TypeVar("Number", int, float)
+Num = TypeVar("Num", int, float)
 
 _ERRORS = LoaderError, OSError, ValueError, TypeError, ImportError, KeyError
 _UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
@@ -223,7 +223,7 @@ def _size(text: str) -> int:
     return size
 
 
-def _at_least(least: int, kind: type[Number], text: str) -> Number:
+def _at_least(least: int, kind: type[Num], text: str) -> Num:
     try:
         number = kind(text)
     except ValueError:

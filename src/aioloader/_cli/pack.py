@@ -7,7 +7,7 @@ from argparse import ArgumentTypeError, Namespace
 from contextlib import aclosing
 from typing import Any
 
-from aioloader._cli.sources import Source, find_source
+from aioloader._cli.sources import PackSource, find_source
 from aioloader.datasets.tokens import TokenWriter
 from aioloader.datasets.writers import ParquetWriter, ShardWriter, TarWriter
 
@@ -27,7 +27,7 @@ def run(options: Namespace) -> None:
         sys.stdout.write("\n".join(lines))
 
 
-def _make_writer(source: Source, options: Namespace) -> ShardWriter:
+def _make_writer(source: PackSource, options: Namespace) -> ShardWriter:
     given: dict[str, Any] = {
         "shard_bytes": options.shard_size,
         "shard_samples": options.shard_samples,
@@ -39,7 +39,7 @@ def _make_writer(source: Source, options: Namespace) -> ShardWriter:
 
 
 async def write_all(
-    source: Source, writer: ShardWriter | TokenWriter, options: Namespace
+    source: PackSource, writer: ShardWriter | TokenWriter, options: Namespace
 ) -> int:
     """Write the missing samples, show how many; return how many were there."""
     is_seen = sys.stderr.isatty() and not options.quiet

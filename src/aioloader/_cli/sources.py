@@ -46,7 +46,7 @@ Plan: TypeAlias = tuple[dict[str, Any], dict[str, int]]
 
 
 @dataclass
-class Source:
+class PackSource:
     """Samples to pack, from a given number on."""
 
     stream: Callable[[int], Stream[Any]]
@@ -58,7 +58,7 @@ class Source:
     notes: list[str] = field(default_factory=list)  # for the user, at the end
 
 
-def find_source(options: Namespace) -> Source:
+def find_source(options: Namespace) -> PackSource:
     src: str = options.src
     kind = find_kind(src)
     folder = src.rpartition("/")[0] or "."
@@ -134,7 +134,7 @@ def _files(
     options: Namespace,
     read: Callable[[int], Awaitable[Any]] | None = None,
     **metadata: Any,
-) -> Source:
+) -> PackSource:
     """Return samples made of files, several of which are read at a time.
 
     ``read`` reads a file in place of the dataset; ``metadata`` is the samples' origin,
@@ -154,7 +154,7 @@ def _files(
         return {**sample, **dict(zip(parts, data, strict=True))}
 
     content = {"count": count, "digest": digest.hexdigest()[:16]}
-    return Source(
+    return PackSource(
         lambda first: from_iterable(order[first:]).map(make, concurrency=options.jobs),
         {"kind": "files", **_place_of(options.src), **content, **metadata},
         count,
@@ -162,7 +162,7 @@ def _files(
     )
 
 
-def _grouped(dataset: Named, options: Namespace) -> Source:
+def _grouped(dataset: Named, options: Namespace) -> PackSource:
     """Return samples of the files whose names are equal up to the first dot."""
     found = []
     for at, name in enumerate(dataset.names):
@@ -198,7 +198,7 @@ def _grouped(dataset: Named, options: Namespace) -> Source:
     return source
 
 
-def _labelled(folders: ClassFolders, options: Namespace) -> Source:
+def _labelled(folders: ClassFolders, options: Namespace) -> PackSource:
     """Return images with the number of their folder, as members or as rows."""
     names, labels = folders.names, folders.targets
     keys = NameTable(_unlike(names)) if options.format == "tar" else None
@@ -243,16 +243,16 @@ def _unlike(names: Iterable[str]) -> Iterator[str]:
         yield f"{folder}{slash}{key}"
 
 
-def _rows(kind: str, options: Namespace) -> Source:
+def _rows(kind: str, options: Namespace) -> PackSource:
     """Return the samples of shards; those before the first one are read again."""
     _refuse(options, "class_folders", "glob", "shuffle")
     stream = _open_shards(_STREAMS[kind], options)
     metadata = {"kind": type(stream).__name__, **_origin_of(stream, options.src)}
     fitted = _row if options.format == "parquet" else _members
-    return Source(stream.skip, metadata, fitted=fitted)
+    return PackSource(stream.skip, metadata, fitted=fitted)
 
 
-def find_texts(options: Namespace, tokenizer: Any) -> Source:
+def find_texts(options: Namespace, tokenizer: Any) -> PackSource:
     """Return the tokens of the texts in SRC; those before the first are only read."""
     kind = find_kind(options.src)
     if kind not in _TEXTS:
@@ -275,7 +275,7 @@ def find_texts(options: Namespace, tokenizer: Any) -> Source:
 
     described = stream.tokenize(tokenizer, column).describe()
     metadata = {"tokenizer": described, **_origin_of(stream, options.src)}
-    return Source(tokens, metadata, fitted=lambda document: document)
+    return PackSource(tokens, metadata, fitted=lambda document: document)
 
 
 def _open_shards(kind: Any, options: Namespace, **more: Any) -> Stream[Any]:

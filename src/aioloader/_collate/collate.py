@@ -29,7 +29,7 @@ from torch.utils.data import default_convert as torch_convert
 from torch.utils.data import get_worker_info
 from torch.utils.data._utils import collate as torch_rules
 
-from aioloader._transport.slots import MIN_BYTES, Lease
+from aioloader._transport.slots import MIN_BYTES, Allocator
 
 Collate: TypeAlias = Callable[[Sequence[Any]], Any]
 
@@ -42,7 +42,7 @@ OURS: dict[Any, Any] = {}
 _LENT = threading.local()
 
 
-def collated(lease: Lease, collate_fn: Callable[[Any], Any], samples: Any) -> Any:
+def collated(lease: Allocator, collate_fn: Callable[[Any], Any], samples: Any) -> Any:
     """Return a batch, for which ``default_collate`` may allocate by ``lease``."""
     before = getattr(_LENT, "lease", None)
     _LENT.lease = lease
@@ -271,7 +271,7 @@ def _array(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]
 
 def _lent(nbytes: int) -> Any:
     """Return lent memory, as a buffer; None if that is small, or none is lent."""
-    lease: Lease | None = getattr(_LENT, "lease", None)
+    lease: Allocator | None = getattr(_LENT, "lease", None)
     return None if nbytes < MIN_BYTES or lease is None else lease(nbytes)
 
 

@@ -47,7 +47,7 @@ def _is_implemented(dtype: torch.dtype, dimensions: int) -> bool:
     return True
 
 
-class Rows:
+class UnreadSamples:
     """The samples of one batch, not read yet: ``default_collate`` gathers them.
 
     The ``tensors`` are from ``gatherable``; any batch sampler yields the ``indices``.

@@ -10,7 +10,7 @@ import torch
 
 from aioloader._collate.collate import borrowed, default_collate, torch_dtype
 
-Array: TypeAlias = np.ndarray[Any, Any]
+NumpyArray: TypeAlias = np.ndarray[Any, Any]
 _TOKENS, _MASK = "input_ids", "attention_mask"
 # The label that torch's ``cross_entropy`` ignores.
 _IGNORED = -100
@@ -73,10 +73,10 @@ def _collate(samples: Sequence[Any], *, pad: int, multiple: int) -> dict[str, An
     return batch
 
 
-def _entries(at: int, sample: Any) -> tuple[dict[str, Array], dict[str, Any]]:
+def _entries(at: int, sample: Any) -> tuple[dict[str, NumpyArray], dict[str, Any]]:
     """Return the sequences of sample ``at``, with a mask, and its other entries."""
     entries = sample if isinstance(sample, Mapping) else {_TOKENS: sample}
-    sequences: dict[str, Array] = {}
+    sequences: dict[str, NumpyArray] = {}
     for name, entry in entries.items():
         is_other = isinstance(entry, (str, bytes, Mapping))
         if is_other or not hasattr(entry, "__len__") or getattr(entry, "ndim", 1) == 0:
@@ -115,12 +115,14 @@ def _entries(at: int, sample: Any) -> tuple[dict[str, Array], dict[str, Any]]:
     return sequences, {k: one for k, one in entries.items() if k not in sequences}
 
 
-def _named(row: tuple[dict[str, Array], dict[str, Any]]) -> str:
+def _named(row: tuple[dict[str, NumpyArray], dict[str, Any]]) -> str:
     sequences, others = row
     return f"the sequences {[*sequences]} and the entries {[*others]}"
 
 
-def _padded(column: Sequence[Array], shape: tuple[int, int], fill: int) -> torch.Tensor:
+def _padded(
+    column: Sequence[NumpyArray], shape: tuple[int, int], fill: int
+) -> torch.Tensor:
     typed = [one for one in column if len(one)] or column  # an empty list has no dtype
     dtype = np.result_type(*{one.dtype for one in typed})
     if all(one.dtype.kind in "iu" for one in typed):

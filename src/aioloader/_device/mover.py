@@ -26,7 +26,7 @@ from aioloader._device.leaves import (
     map_leaves,
     moves_itself,
 )
-from aioloader._device.naming import Choose, Keys, Transform
+from aioloader._device.naming import BatchKeys, BatchTransform, Choose
 
 # Up to this size tensors are packed, each with the alignment of the device's allocator.
 _SMALL: Final = 1 << 16
@@ -83,8 +83,8 @@ class Mover:
     """Start the copies of batches to one device, in the stage's thread."""
 
     port: Accelerator | None  # the device; None if batches stay in host memory
-    keys: Keys | None = None  # that of ``Device``
-    transform: Transform | None = None  # run on the stream of the copies
+    keys: BatchKeys | None = None  # that of ``Device``
+    transform: BatchTransform | None = None  # run on the stream of the copies
     # Whether batches that stay on the host are page-locked, for consumers that move
     # them themselves.
     pins: bool = False
@@ -219,7 +219,7 @@ def _copy_packed(
     return block, [part.data for part in parts(block)]
 
 
-def _chooser(keys: Keys, batch: Any) -> Choose:
+def _chooser(keys: BatchKeys, batch: Any) -> Choose:
     """Return a function that tells by its key whether an entry of ``batch`` moves."""
     if is_leaf(batch):
         raise TypeError(

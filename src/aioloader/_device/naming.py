@@ -14,8 +14,8 @@ from aioloader.protocols import is_async_function
 # What the transform of a device makes; None without one.
 Made_co = TypeVar("Made_co", covariant=True, default=None)
 Choose: TypeAlias = Callable[[Any], bool]
-Keys: TypeAlias = Collection[Any] | Choose
-Transform: TypeAlias = Callable[[Any], Any]
+BatchKeys: TypeAlias = Collection[Any] | Choose
+BatchTransform: TypeAlias = Callable[[Any], Any]
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Device(Generic[Made_co]):
     name: Any = None
     _: KW_ONLY
     ahead: int = 1
-    keys: Keys | None = None
+    keys: BatchKeys | None = None
     transform: Callable[[Any], Made_co] | None = None
 
     def __post_init__(self) -> None:

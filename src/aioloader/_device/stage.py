@@ -23,8 +23,8 @@ from aioloader._base.waiting import Waiters
 from aioloader._device.leaves import leaves_of
 from aioloader._device.mover import Moved, Mover
 from aioloader._pipeline.batch_task import BatchResult
-from aioloader._pipeline.host import GRACE
 from aioloader._pipeline.ready import ReadyQueue
+from aioloader._pipeline.runner import GRACE
 
 
 class Staged:

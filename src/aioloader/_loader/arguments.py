@@ -22,7 +22,7 @@ from aioloader._base.failures import parts_of
 from aioloader._base.retry import Retry
 from aioloader._base.warnings import warn
 from aioloader._loader.auto import check_auto
-from aioloader._loader.options import FIRST, NAMES, Chosen, Options, placed, suits
+from aioloader._loader.options import FIRST, NAMES, Auto, Options, auto_number, suits
 from aioloader._pipeline.lifespan import check_lifespan
 from aioloader._workers.ray.workers import RayWorkers
 from aioloader.protocols import Kind, is_async_function
@@ -69,7 +69,7 @@ def refuse(unknown: Mapping[str, Any]) -> None:
 
 def check_each(given: Mapping[str, Any]) -> None:
     """Check the arguments of a loader by name, each by itself."""
-    given = {**given, **{name: placed(name, given[name]) for name in FIRST}}
+    given = {**given, **{name: auto_number(name, given[name]) for name in FIRST}}
     _check_numbers(given)
     for name, words in _WORDS.items():
         if given[name] not in words:
@@ -111,8 +111,8 @@ def check_together(options: Options, shuffle: Any) -> None:
 
 def count_workers(num_workers: Any, workers: Any) -> Any:
     """Return the number of workers: that of ``RayWorkers`` if ``num_workers`` is 0."""
-    num_workers = placed("num_workers", num_workers)
-    if isinstance(num_workers, Chosen):
+    num_workers = auto_number("num_workers", num_workers)
+    if isinstance(num_workers, Auto):
         is_fixed = isinstance(workers, RayWorkers)
         return workers.num_workers if is_fixed else num_workers
     with contextlib.suppress(TypeError, ValueError):  # refused later, with a message

@@ -10,10 +10,10 @@ from aioloader._base.machine import cores
 from aioloader._collate.collate import default_collate, default_convert
 from aioloader._loader.options import (
     FIRST,
-    Chosen,
+    Auto,
     Options,
     argument,
-    placed,
+    auto_number,
     suits,
 )
 from aioloader.protocols import Kind, is_async_function
@@ -30,7 +30,7 @@ _TORCHS = (None, default_collate, default_convert)
 
 def check_auto(options: Options) -> None:
     """Refuse ``num_workers="auto"`` where samples depend on the number of workers."""
-    if not isinstance(options.num_workers, Chosen):
+    if not isinstance(options.num_workers, Auto):
         return
     reason = ""
     if options.rng == "worker":
@@ -52,15 +52,15 @@ def begin(loader: Any, options: Options) -> None:
     it: there are none if only coroutines, or nothing, would run in them.
     """
     workers = options.num_workers
-    if isinstance(workers, Chosen):
-        workers = Chosen(_first_workers(options))
+    if isinstance(workers, Auto):
+        workers = Auto(_first_workers(options))
         loader._replace("num_workers", workers)
         if workers and not has_gil() and _may_be_threads(options):
             loader._replace("workers", "thread")
-    if isinstance(options.prefetch_factor, Chosen) and not options.is_plain:
-        loader._replace("prefetch_factor", Chosen(3))
-    if isinstance(options.concurrency, Chosen) and workers and options.reads_in_workers:
-        loader._replace("concurrency", Chosen(_IN_WORKERS))
+    if isinstance(options.prefetch_factor, Auto) and not options.is_plain:
+        loader._replace("prefetch_factor", Auto(3))
+    if isinstance(options.concurrency, Auto) and workers and options.reads_in_workers:
+        loader._replace("concurrency", Auto(_IN_WORKERS))
 
 
 def _first_workers(options: Options) -> int:
@@ -95,17 +95,17 @@ def settle(loader: Any) -> None:
     for name in FIRST:
         value = argument(loader, name)
         if isinstance(value, str):  # assigned by the user
-            loader._replace(name, placed(name, value))
+            loader._replace(name, auto_number(name, value))
     live = loader._live
     if live.has_kept():
         return
     tuning, latest = live.tuning, live.epoch
-    if latest and isinstance(loader.num_workers, Chosen) and loader.num_workers:
+    if latest and isinstance(loader.num_workers, Auto) and loader.num_workers:
         most = max(cores(), loader.num_workers)
         workers = tuning.controller("num_workers", loader.num_workers, 1, most)
-        deaths = live.pools.servers.deaths
+        deaths = live.pools.supervisors.deaths
         tuning.observe_workers(workers, latest.counters, deaths)
     for name, controller in tuning.controllers.items():
         value = argument(loader, name)
-        if isinstance(value, Chosen) and value != controller.value:
-            loader._replace(name, Chosen(controller.value))
+        if isinstance(value, Auto) and value != controller.value:
+            loader._replace(name, Auto(controller.value))

@@ -20,7 +20,7 @@ from aioloader._base.retry import Retry
 from aioloader._collate.collate import OURS
 from aioloader._device.naming import Device, found_here
 from aioloader._loader import arguments, auto, torch_compat
-from aioloader._loader.options import NAMES, Options, attributes_of, placed
+from aioloader._loader.options import NAMES, Options, attributes_of, auto_number
 from aioloader._loader.runtime import Runtime
 from aioloader._loader.sampling import (
     check_batches,
@@ -39,7 +39,7 @@ from aioloader._loader.torch_compat import Batch, TorchLoader, dataset_kind
 from aioloader._order.epoch import EpochNumbers, index_sampler_of
 from aioloader._order.ranks import WHOLE, Tail
 from aioloader._order.stream_states import mixed
-from aioloader._pipeline.iterator import BatchIterator, Steps, length_check
+from aioloader._pipeline.iterator import BatchIterator, IteratorCore, length_check
 from aioloader._pipeline.lifespan import MakeLifespan
 from aioloader._workers.rng import Rng
 from aioloader.protocols import Kind, refuse_again
@@ -270,7 +270,7 @@ class DataLoader(TorchLoader[Batch]):
         *,
         transform: Callable[[Any], Any] | None = None,
         tail: Tail | None = None,
-        device: "sig.Place | Device[Any]" = None,
+        device: "sig.DeviceLike | Device[Any]" = None,
         **arguments: "Unpack[sig.KeywordOnly]",
     ) -> None: ...
     def __init__(
@@ -316,8 +316,8 @@ class DataLoader(TorchLoader[Batch]):
         if shuffle is not None:
             dataset, shuffle = settle_shuffle(dataset, shuffle)
         num_workers = arguments.count_workers(num_workers, workers)
-        prefetch_factor = placed("prefetch_factor", prefetch_factor)
-        concurrency = placed("concurrency", concurrency)
+        prefetch_factor = auto_number("prefetch_factor", prefetch_factor)
+        concurrency = auto_number("concurrency", concurrency)
         if device is not None:
             device = found_here(device)
         arguments.check_each(locals())
@@ -430,7 +430,7 @@ class DataLoader(TorchLoader[Batch]):
             epoch = live.draw(options, live.loaded)
             seed = epoch.base_seed
         # Otherwise the epoch starts at the first step: an unused iterator is no epoch.
-        steps = Steps(
+        steps = IteratorCore(
             partial(live.prepare, options, epoch, is_async=is_async),
             live.begin,
             options.engine if is_async or not options.is_bare else (),
@@ -476,7 +476,7 @@ class DataLoader(TorchLoader[Batch]):
         """Return the statistics of the latest epoch so far; ``print`` shows a table."""
         from aioloader._observe.stats import Listed, LoaderStats, SourceStats
 
-        epoch, servers = self._live.epoch, self._live.pools.servers
+        epoch, supervisors = self._live.epoch, self._live.pools.supervisors
         counters = Counters() if epoch is None else epoch.counters
         policy = None if epoch is None else epoch.policy
         is_under_way = any(one.is_under_way() for one in self._live.iterators())
@@ -487,8 +487,8 @@ class DataLoader(TorchLoader[Batch]):
             waited=counters.waited,
             in_flight=counters.in_flight if is_under_way else 0,
             failures=0 if policy is None else policy.count,
-            worker_deaths=servers.deaths,
-            worker_restarts=servers.restarts,
+            worker_deaths=supervisors.deaths,
+            worker_restarts=supervisors.restarts,
             resumed_at=0 if epoch is None else epoch.bookmark.delivered(),
             retries=0 if policy is None else policy.retries,
             batch_bytes=counters.bytes / max(1, counters.weighed),
@@ -594,19 +594,19 @@ class DataLoader(TorchLoader[Batch]):
         )
 
     def __enter__(self) -> "DataLoader[Batch]":
-        self._live.hosts.keep()
+        self._live.runners.keep()
         return self
 
     def __exit__(self, *_exc: object) -> None:
-        if self._live.hosts.leave():
+        if self._live.runners.leave():
             self.close()
 
     async def __aenter__(self) -> "DataLoader[Batch]":
-        self._live.hosts.keep()
+        self._live.runners.keep()
         return self
 
     async def __aexit__(self, *_exc: object) -> None:
-        if self._live.hosts.leave():
+        if self._live.runners.leave():
             await self.aclose()
 
     def close(self) -> None:

@@ -30,7 +30,7 @@ from aioloader._collate.gather import gatherable
 from aioloader._device.naming import Device, current_accelerator, device_of
 from aioloader._order.epoch import index_sampler_of, order_of
 from aioloader._order.indices import IndexOrder, Order, State
-from aioloader._order.ranks import Deal, Part, evened
+from aioloader._order.ranks import RankPart, ReaderAssignment, evened
 from aioloader._workers.ray.workers import RayWorkers
 from aioloader._workers.rng import Rng
 from aioloader.protocols import (
@@ -49,20 +49,20 @@ _OF_LISTS = (list.__getitem__, tuple.__getitem__)
 FIRST = {"num_workers": 1, "prefetch_factor": 2, "concurrency": 32}
 
 
-class Chosen(int):
+class Auto(int):
     """The present value of a number that the loader chooses for ``"auto"``."""
 
     def __repr__(self) -> str:
         return f"auto({int(self)})"
 
 
-def placed(name: str, value: Any) -> Any:
+def auto_number(name: str, value: Any) -> Any:
     """Return a number for the loader to choose, in place of ``"auto"``."""
     is_auto = isinstance(value, str) and value == "auto"
-    return Chosen(FIRST[name]) if is_auto else value
+    return Auto(FIRST[name]) if is_auto else value
 
 
-class Added:
+class AddedArguments:
     """The arguments that torch's loader lacks, as attributes."""
 
     snapshot_every_n_steps: int | None
@@ -83,7 +83,7 @@ class Added:
     prefetch_bytes: int | None
 
 
-class Options(Added):
+class Options(AddedArguments):
     """The arguments of ``DataLoader``, under their names.
 
     Attributes:
@@ -124,15 +124,15 @@ class Options(Added):
     pin_memory_device: str
     in_order: bool
 
-    def __init__(self, values: tuple[Any, ...], part: Part) -> None:
+    def __init__(self, values: tuple[Any, ...], part: RankPart) -> None:
         vars(self).update(zip(NAMES, values, strict=True))
         self.values = values
         self.part = part
         numbers = self.num_workers, self.prefetch_factor, self.concurrency
         is_limit = 0 < self.timeout < threading.TIMEOUT_MAX
-        self.chooses = any(isinstance(one, (Chosen, str)) for one in numbers)
+        self.chooses = any(isinstance(one, (Auto, str)) for one in numbers)
         factor = self.prefetch_factor
-        self.follows_concurrency = factor is None or isinstance(factor, Chosen)
+        self.follows_concurrency = factor is None or isinstance(factor, Auto)
         self.on_failure, self.at_most = parts_of(self.on_error)
         self.kind = kind = kind_of(self.dataset)
         self.is_own_stream = isinstance(self.dataset, OwnStream)
@@ -181,7 +181,7 @@ class Options(Added):
         is_replicated = self.kind is not Kind.MAP and self.reads_in_workers
         return max(1, self.num_workers) if is_replicated else 1
 
-    def outline(self, part: Part | None = None) -> Outline:
+    def outline(self, part: RankPart | None = None) -> Outline:
         """Return what is known of one of our streams, as this rank reads it."""
         part = part or self.part
         ranks = None if self.rank is None else (part.rank, part.world_size)
@@ -328,7 +328,7 @@ class Options(Added):
         size, part = self.batch_size, self.part  # a closure over self would be a cycle
         return lambda _saved: Order(size, part)
 
-    def length(self, part: Part | None = None) -> int:
+    def length(self, part: RankPart | None = None) -> int:
         """Return the number of batches of an epoch, for this rank."""
         part, batches = part or self.part, self.batch_sampler
         if self.is_own_stream:
@@ -354,7 +354,7 @@ class Options(Added):
                 return -(-len(self.index_sampler) // self.part.world_size)
         return None
 
-    def _stream_length(self, part: Part) -> int:
+    def _stream_length(self, part: RankPart) -> int:
         """Return the number of batches that the readers of this rank make."""
         outline, workers = self.outline(part), self.readers
         rank, world_size = outline.ranks or (0, 1)
@@ -364,7 +364,7 @@ class Options(Added):
         tail = "uneven" if world_size == 1 else self.tail or "wrap"
         count, size = evened(outline.total or 0, ranks, tail), self.batch_size or 1
         parts = [
-            Deal(rank * workers + one, ranks, ranks).part(count)
+            ReaderAssignment(rank * workers + one, ranks, ranks).part(count)
             for one in range(workers)
         ]
         return sum(one // size if self.drop_last else -(-one // size) for one in parts)
@@ -402,7 +402,7 @@ def _can_pin(pin_memory_device: str) -> bool:
 
 
 TORCHS = tuple(Options.__annotations__)
-ADDED = tuple(Added.__annotations__)
+ADDED = tuple(AddedArguments.__annotations__)
 NAMES = TORCHS + ADDED
 _torchs_of = operator.attrgetter(*TORCHS)
 _added_of = operator.attrgetter(*ADDED)

@@ -14,7 +14,7 @@ from torch.utils.data import IterDataPipe
 from aioloader._base import machine
 from aioloader._base.forks import fork_safe
 from aioloader._base.raising import raisable
-from aioloader._base.records import Counters, Pace, Setting
+from aioloader._base.records import Counters, Pace, RecordedSettings
 from aioloader._base.warnings import warn
 from aioloader._loader.options import Options
 from aioloader._loader.sampling import draw_base_seed, seed_pipe
@@ -32,11 +32,11 @@ from aioloader._loader.state import (
 )
 from aioloader._order.epoch import BEGINNING, Epoch, EpochNumbers
 from aioloader._order.indices import set_epoch
-from aioloader._pipeline.host import Hosts
 from aioloader._pipeline.plain import Feed, PlainFeed
-from aioloader._pipeline.position import Loads
+from aioloader._pipeline.position import StateLoads
+from aioloader._pipeline.runner import Runners
 from aioloader._transport.slots import SlotPool
-from aioloader._workers.kept import Pools
+from aioloader._workers.idle import Pools
 from aioloader.protocols import Kind, refuse_again
 
 if TYPE_CHECKING:
@@ -46,8 +46,8 @@ if TYPE_CHECKING:
 
     from aioloader._device.accelerator import Accelerator
     from aioloader._observe.trace import Trace
-    from aioloader._order.ranks import Part
-    from aioloader._pipeline.iterator import BatchIterator, Steps
+    from aioloader._order.ranks import RankPart
+    from aioloader._pipeline.iterator import BatchIterator, IteratorCore
     from aioloader._pipeline.tuner import Tuning
 
 _LOG = logging.getLogger("aioloader")
@@ -60,7 +60,7 @@ class Runtime:
         self, dataset: Any, numbers: EpochNumbers, loaded: LoaderState | None = None
     ) -> None:
         self._dataset = dataset
-        self.loads = Loads()
+        self.loads = StateLoads()
         self.pace = Pace()
         self.slots = SlotPool()
         self.accelerators: dict[torch.device, Accelerator] = {}
@@ -71,21 +71,21 @@ class Runtime:
         self.numbers = numbers
         self.loaded = loaded
         self.options: Options | None = None  # the latest
-        self.part: Part | None = None  # of the latest iteration
+        self.part: RankPart | None = None  # of the latest iteration
         self.epoch: Epoch | None = None  # the latest that has started
         self._latest_drawn: weakref.ref[Epoch] | None = None
         self._base_seed: int | None = None  # of workers that persist
-        self._claim: weakref.ref[Steps] | None = None
+        self._claim: weakref.ref[IteratorCore] | None = None
         self._lock = fork_safe(threading.Lock())
-        self._hosts: Hosts | None = None
+        self._hosts: Runners | None = None
         self._pools: Pools | None = None
 
     # Where batches are made, and by whom; a plain ``for`` needs neither.
     @property
-    def hosts(self) -> Hosts:
+    def runners(self) -> Runners:
         with self._lock:
             if self._hosts is None:
-                self._hosts = Hosts(self._dataset)
+                self._hosts = Runners(self._dataset)
             return self._hosts
 
     @property
@@ -132,7 +132,12 @@ class Runtime:
         return epoch
 
     def prepare(
-        self, options: Options, drawn: Epoch | None, claim: "Steps", *, is_async: bool
+        self,
+        options: Options,
+        drawn: Epoch | None,
+        claim: "IteratorCore",
+        *,
+        is_async: bool,
     ) -> Feed:
         """Make the feed of one iteration; it takes effect with ``begin``.
 
@@ -169,7 +174,7 @@ class Runtime:
             claim.is_held = False
             raise raisable(error, "user code")  # noqa: B904  (it keeps its cause)
 
-    def _claims(self, epoch: Epoch, claim: "Steps") -> bool:
+    def _claims(self, epoch: Epoch, claim: "IteratorCore") -> bool:
         """Claim the state of an epoch, and number it; False if another thread has."""
         with self._lock:
             is_free = self._saved(claim) is epoch.saved
@@ -199,7 +204,7 @@ class Runtime:
             is_kept = options.persistent_workers and self.has_kept()
             note_first(options, epoch, before, is_kept=is_kept)
 
-    def _saved(self, claim: "Steps") -> LoaderState | None:
+    def _saved(self, claim: "IteratorCore") -> LoaderState | None:
         """Return the state that an iteration with this claim resumes from."""
         other = None if self._claim is None else self._claim()
         if other is not None and other is not claim and other.is_held:
@@ -241,13 +246,13 @@ class Runtime:
             if iterator.counters:
                 iterator.counters.is_asked = True
 
-    def setting(self) -> Setting:
+    def setting(self) -> RecordedSettings:
         """Return how the loader is set up for the latest epoch, as it is tuned now."""
         if self.epoch is None:
-            return Setting("inline", cores=self.cores)
+            return RecordedSettings("inline", cores=self.cores)
         return self._whole(self.epoch.counters)
 
-    def _whole(self, counters: Counters) -> Setting:
+    def _whole(self, counters: Counters) -> RecordedSettings:
         if counters.setting is None:
             from aioloader._loader.sources import inline_setting
 

@@ -33,11 +33,11 @@ from aioloader._loader.options import Options
 from aioloader._order.epoch import index_sampler_of
 from aioloader._order.indices import nested
 from aioloader._order.permutation import KeyedOrder, ShuffledIndices
-from aioloader._order.ranks import WHOLE, Part, Tail
+from aioloader._order.ranks import WHOLE, RankPart, Tail
 from aioloader.protocols import Kind, OwnStream, set_epoch_of
 
 
-def part_asked(rank: Any, world_size: Any, tail: Any, dataset: Any) -> Part | None:
+def part_asked(rank: Any, world_size: Any, tail: Any, dataset: Any) -> RankPart | None:
     """Return the part that a loader's arguments give, or None.
 
     If ``rank`` is looked up, only its ``tail`` is known.
@@ -59,7 +59,7 @@ def part_asked(rank: Any, world_size: Any, tail: Any, dataset: Any) -> Part | No
                 "rank='auto' excludes world_size: both are looked up when an "
                 "iteration starts"
             )
-        return Part(tail=tail)
+        return RankPart(tail=tail)
     if rank == "env":
         raise ValueError(
             "rank='env' is now rank='auto': torch.distributed where it is "
@@ -67,13 +67,13 @@ def part_asked(rank: Any, world_size: Any, tail: Any, dataset: Any) -> Part | No
         )
     if rank is None and world_size is None:
         # A single rank: only `tail` is given.
-        return None if tail in {"wrap", "uneven"} else Part(tail=tail)
+        return None if tail in {"wrap", "uneven"} else RankPart(tail=tail)
     return checked(rank, world_size, tail)
 
 
-def part_now(loader: Any) -> Part:
+def part_now(loader: Any) -> RankPart:
     """Return the part of an iteration of ``loader`` that would start now."""
-    part: Part = loader._given_part or WHOLE
+    part: RankPart = loader._given_part or WHOLE
     if (loader._own or loader).rank == "auto":
         part = checked(*(group() or _of_environment()), part.tail)
         refuse_two_deals(part, loader.dataset, loader.sampler, loader.batch_sampler)
@@ -148,7 +148,7 @@ def _of_environment() -> tuple[int, int]:
         ) from None
 
 
-def checked(rank: Any, world_size: Any, tail: Tail) -> Part:
+def checked(rank: Any, world_size: Any, tail: Tail) -> RankPart:
     """Return the part of one of ``world_size`` ranks."""
     if rank is None or world_size is None:
         raise ValueError(
@@ -166,10 +166,10 @@ def checked(rank: Any, world_size: Any, tail: Tail) -> Part:
         raise ValueError(f"world_size must be at least 1, got {world_size}")
     if not 0 <= rank < world_size:
         raise ValueError(f"rank must be in range({world_size}), got {rank}")
-    return Part(rank, world_size, tail)
+    return RankPart(rank, world_size, tail)
 
 
-def refuse_two_deals(part: Part, dataset: Any, *samplers: Any) -> None:
+def refuse_two_deals(part: RankPart, dataset: Any, *samplers: Any) -> None:
     """Check that the samples are split between ranks only once."""
     if part.world_size == 1:
         return
@@ -232,7 +232,7 @@ def warn_of_repeats() -> bool:
 
 
 def make_samplers(
-    options: Options, given: Part | None, shuffle: Any
+    options: Options, given: RankPart | None, shuffle: Any
 ) -> tuple[Any, Any, int | None]:
     """Return sampler, batch sampler and batch size, as torch's loader has them.
 

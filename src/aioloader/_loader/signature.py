@@ -47,7 +47,9 @@ Samples: TypeAlias = Indexed[S | Awaitable[S]] | AsyncIterable[S]
 Transform: TypeAlias = Callable[[Any], S | Awaitable[S]]
 Rank: TypeAlias = int | Literal["auto"] | DeviceMesh | None
 # A device whose transform does not change the type of a batch: there is none.
-Place: TypeAlias = str | SupportsIndex | torch.device | DeviceMesh | Device[None] | None
+DeviceLike: TypeAlias = (
+    str | SupportsIndex | torch.device | DeviceMesh | Device[None] | None
+)
 
 # Samples whose batch typing cannot express. A sample of type Any matches this first, so
 # that its batch is Any too.
@@ -100,4 +102,4 @@ class Arguments(KeywordOnly, total=False):
     multiprocessing_context: Any
     generator: torch.Generator | None
     tail: Literal["wrap", "drop", "uneven"] | None
-    device: Place
+    device: DeviceLike

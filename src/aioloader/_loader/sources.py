@@ -12,22 +12,22 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from torch.utils.data._utils import pin_memory as torch_pin
 
 from aioloader._base.failures import FailurePolicy
-from aioloader._base.records import Pace, Setting
+from aioloader._base.records import Pace, RecordedSettings
 from aioloader._base.waiting import running_loop
-from aioloader._loader.options import FIRST, Chosen, Options
+from aioloader._loader.options import FIRST, Auto, Options
 from aioloader._loader.sampling import end_talk
 from aioloader._order.epoch import Epoch, EpochNumbers
 from aioloader._order.indices import IndexOrder
-from aioloader._pipeline.ahead_feed import AheadFeed, Window, refuse_blocking
+from aioloader._pipeline.ahead_feed import AheadFeed, refuse_blocking
 from aioloader._pipeline.awaiting import SideLoop
 from aioloader._pipeline.batch_maker import BatchMaker
-from aioloader._pipeline.batch_task import BatchTask
-from aioloader._pipeline.host import Hosts, Place
+from aioloader._pipeline.batch_task import BatchTask, Window
+from aioloader._pipeline.lasting_pool import LastingPool, PoolHandle
 from aioloader._pipeline.pipeline import Pipeline, Pool
 from aioloader._pipeline.plain import Feed
-from aioloader._pipeline.position import Loads
+from aioloader._pipeline.position import StateLoads
 from aioloader._pipeline.ready import ReadyQueue
-from aioloader._pipeline.roles import LastingPool, Lease
+from aioloader._pipeline.runner import RunnerPlace, Runners
 from aioloader._transport.slots import SlotPool
 from aioloader._workers.info import use_batch_rng, use_sample_rng
 from aioloader._workers.ray.workers import RayWorkers
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from aioloader._device.accelerator import Accelerator
     from aioloader._device.mover import Mover
     from aioloader._pipeline.tuner import Tuner, Tuning
-    from aioloader._workers.kept import Pools
+    from aioloader._workers.idle import Pools
     from aioloader._workers.worker_spec import WorkerSpec
 
 # What "auto" chooses at most: samples in flight, and batches requested ahead, without
@@ -48,32 +48,34 @@ if TYPE_CHECKING:
 _MOST_SAMPLES, _MOST_AHEAD, _MOST_PER_WORKER = 1024, 32, 8
 
 
-class Kept(Protocol):
+class LoaderResources(Protocol):
     """What a loader keeps between epochs that its feeds need: a ``Runtime``."""
 
     accelerators: "dict[torch.device, Accelerator]"
-    loads: Loads
+    loads: StateLoads
     numbers: EpochNumbers
     pace: Pace
     slots: SlotPool
 
     @property
-    def hosts(self) -> Hosts: ...
+    def runners(self) -> Runners: ...
     @property
     def pools(self) -> "Pools": ...
     @property
     def tuning(self) -> "Tuning": ...
 
 
-def make_source(options: Options, epoch: Epoch, live: Kept, *, is_async: bool) -> Feed:
+def make_source(
+    options: Options, epoch: Epoch, live: LoaderResources, *, is_async: bool
+) -> Feed:
     start, saved = epoch.bookmark, epoch.saved
     live.loads.keeps_generator = False
     if isinstance(epoch.order, IndexOrder) and (tensors := options.gathered):
         from aioloader._pipeline.inline import GatherFeed
 
         return GatherFeed(tensors, epoch)
-    hosts = live.hosts
-    hosts.lifespan = options.lifespan
+    runners = live.runners
+    runners.lifespan = options.lifespan
     maker = make_maker(options, epoch, live)
     if is_async and options.loop == "caller":
         maker.side_loop = SideLoop(running_loop())
@@ -82,8 +84,8 @@ def make_source(options: Options, epoch: Epoch, live: Kept, *, is_async: bool) -
 
         has_read = saved is not None and start.delivered() > 0
         live.loads.keeps_generator = has_read and "default" in saved.generators
-        host = hosts.lease("inline") if options.lifespan else None
-        return InlineFeed(epoch, maker, host)
+        runner = runners.lease("inline") if options.lifespan else None
+        return InlineFeed(epoch, maker, runner)
     ready, make_feed = _queue(options, epoch, maker)
     mover, stage, on_device = _mover(options, live), None, 0
     if mover is not None:
@@ -104,12 +106,12 @@ def make_source(options: Options, epoch: Epoch, live: Kept, *, is_async: bool) -
     if start.datasets and not options.has_copies:
         maker.begins = [*start.datasets.values()]
     pool = _pool(options, epoch, maker, live)
-    host = hosts.lease(place)
-    release: Callable[[], object] = host.release
+    runner = runners.lease(place)
+    release: Callable[[], object] = runner.release
     try:
         pipeline = Pipeline(
             maker,
-            host,
+            runner,
             ready=ready,
             bookmark=start,
             pool=pool,
@@ -154,7 +156,7 @@ def _queue(
     return ReadyQueue(in_order=in_order, start=start.done, without=without), AheadFeed
 
 
-def _place(options: Options, *, is_async: bool) -> Place:
+def _place(options: Options, *, is_async: bool) -> RunnerPlace:
     is_here = options.workers == "thread" or isinstance(options.workers, Executor)
     if options.pool_reads and not is_here:
         return "pool"
@@ -175,7 +177,7 @@ def _window(options: Options, *, on_device: int, is_async: bool) -> Window:
         return Window(1, is_lazy=True)
     readers, reads = max(1, options.num_workers), options.pool_reads
     factor = options.prefetch_factor
-    if factor is not None and not isinstance(factor, Chosen):
+    if factor is not None and not isinstance(factor, Auto):
         return Window(readers * factor + on_device)
     if options.is_plain:
         hops = options.has_processes if reads else is_async and reads is None
@@ -197,9 +199,9 @@ def _tuner(options: Options, tuning: "Tuning", *, reads_here: bool) -> "Tuner":
     limits: dict[str, tuple[int, int, int]] = {}
     given = int(options.prefetch_factor or 2)
     size = options.global_batch_size or 1
-    if isinstance(options.concurrency, Chosen) and reads_here and options.reads_async:
+    if isinstance(options.concurrency, Auto) and reads_here and options.reads_async:
         limits["concurrency"] = options.concurrency, 1, _MOST_SAMPLES
-    if isinstance(options.prefetch_factor, Chosen):
+    if isinstance(options.prefetch_factor, Auto):
         most = _MOST_PER_WORKER if options.num_workers else _MOST_AHEAD
         limits["prefetch_factor"] = given, min(given, 2), most
     chosen = {name: tuning.controller(name, *each) for name, each in limits.items()}
@@ -216,19 +218,19 @@ def _tuner(options: Options, tuning: "Tuning", *, reads_here: bool) -> "Tuner":
 
 def _setting(
     options: Options, window: Window, *, reads: bool | None = None, on_device: int = 0
-) -> Setting:
+) -> RecordedSettings:
     """Return how the loader is set up, for the report.
 
     ``reads`` tells whether workers read, and is None without workers.
     """
     workers = options.workers
     kind = workers if isinstance(workers, str) else type(workers).__name__
-    host: Literal["thread", "loop"] = "thread" if options.is_plain else "loop"
+    runner: Literal["thread", "loop"] = "thread" if options.is_plain else "loop"
     is_stream = options.kind is not Kind.MAP
     is_users = is_stream and not options.is_own_stream
     is_moving = bool(window.samples or window.runs)
-    return Setting(
-        host if reads is None else "workers",
+    return RecordedSettings(
+        runner if reads is None else "workers",
         workers=options.num_workers,
         worker_kind="" if reads is None else kind,
         reads_in_workers=bool(reads),
@@ -251,7 +253,7 @@ def _setting(
 
 def _fixed_arguments(options: Options) -> tuple[str, ...]:
     """Return the arguments that the report must not advise to change."""
-    names = [name for name in FIRST if isinstance(getattr(options, name), Chosen)]
+    names = [name for name in FIRST if isinstance(getattr(options, name), Auto)]
     if options.collates_async and not options.reads_in_workers:
         names.append("num_workers")  # everything runs on the loop
     if hasattr(options.dataset, "num_threads"):  # these limit it, and not coroutines
@@ -270,7 +272,7 @@ def _transforms_batches(options: Options) -> bool:
     return options.transforms_async and not reads_each
 
 
-def inline_setting(options: Options, epoch: Epoch) -> Setting:
+def inline_setting(options: Options, epoch: Epoch) -> RecordedSettings:
     """Return how a loader is set up that makes batches in its consumer's thread."""
     window = Window(1, is_lazy=options.is_keyed)
     setting = replace(_setting(options, window), place="inline")
@@ -280,7 +282,7 @@ def inline_setting(options: Options, epoch: Epoch) -> Setting:
     return replace(setting, fixed=fixed)
 
 
-def _mover(options: Options, live: Kept) -> "Mover | None":
+def _mover(options: Options, live: LoaderResources) -> "Mover | None":
     """Return what moves batches to the device after the pipeline, or None.
 
     Without workers, batches are pinned where they are collated, as in torch.
@@ -299,7 +301,7 @@ def _mover(options: Options, live: Kept) -> "Mover | None":
     return Mover(port, to.keys, to.transform, pins=options.pins)
 
 
-def make_maker(options: Options, epoch: Epoch, live: Kept) -> BatchMaker:
+def make_maker(options: Options, epoch: Epoch, live: LoaderResources) -> BatchMaker:
     """Return what makes the batches of an epoch, in this process or for workers."""
     samples, before = options.samples, epoch.bookmark.delivered()
     dataset, part, collate_fn = options.dataset, options.part, options.collate_fn
@@ -370,7 +372,9 @@ def _around(options: Options) -> Callable[[BatchTask], Any]:
     return use_batch_rng if is_here else nullcontext
 
 
-def _pool(options: Options, epoch: Epoch, maker: BatchMaker, live: Kept) -> Pool | None:
+def _pool(
+    options: Options, epoch: Epoch, maker: BatchMaker, live: LoaderResources
+) -> Pool | None:
     workers, reads = options.workers, options.pool_reads
     if reads is None:
         return None
@@ -402,14 +406,14 @@ def _pool(options: Options, epoch: Epoch, maker: BatchMaker, live: Kept) -> Pool
         if method == "fork":
             from aioloader._workers.process.pool import ProcessPool
 
-            start = partial(ProcessPool, spec, method, pools.servers, locker)
+            start = partial(ProcessPool, spec, method, pools.supervisors, locker)
         else:
             from aioloader._workers.process.portable import start_unforked
 
-            start = partial(start_unforked, spec, method, pools.servers, locker)
+            start = partial(start_unforked, spec, method, pools.supervisors, locker)
     begin = partial(pools.kept, start) if keep else start
     has_copies = reads and workers == "process"
-    return Lease(begin, reads=reads, keep=keep, has_copies=has_copies)
+    return PoolHandle(begin, reads=reads, keep=keep, has_copies=has_copies)
 
 
 def _spec(
@@ -425,7 +429,7 @@ def _spec(
     if options.follows_concurrency and reads and not options.is_plain:
         # What keeps its samples in flight, and as many spare ones as in a window.
         per_worker = math.ceil(options.concurrency / (options.batch_size or 1)) + 3
-    is_open = isinstance(options.prefetch_factor, Chosen)
+    is_open = isinstance(options.prefetch_factor, Auto)
     most = max(per_worker, _MOST_PER_WORKER) if is_open else per_worker
     given = {"dataset": read, "transform": transform, "reads": reads}
     return WorkerSpec(

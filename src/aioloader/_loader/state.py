@@ -19,12 +19,12 @@ from torch.utils.data import Subset
 from aioloader._base.raising import saved_state
 from aioloader._base.warnings import warn
 from aioloader._loader.options import Options
-from aioloader._order.epoch import BEGINNING, Bookmark, Epoch, EpochNumbers
+from aioloader._order.epoch import BEGINNING, Epoch, EpochNumbers, EpochPosition
 from aioloader._order.indices import described, epoch_of, packed, set_epoch, unpacked
 from aioloader._order.orders import drawing_part_of, draws_from_default
 from aioloader._order.permutation import KeyedOrder
 from aioloader._order.stream_states import checksum
-from aioloader._pipeline.position import Loads
+from aioloader._pipeline.position import StateLoads
 from aioloader.errors import StateMismatchError
 from aioloader.protocols import Kind, Outline, own_datasets
 
@@ -350,7 +350,7 @@ def note_first(
 
 def continued(
     options: Options, outline: Outline, before: Epoch | None, number: int
-) -> Bookmark:
+) -> EpochPosition:
     """Return where the epoch of a number starts: our streams may continue."""
     if before is None or not outline.continues:
         return BEGINNING
@@ -364,7 +364,7 @@ def continued(
         return BEGINNING
     # A worker from which nothing was delivered starts its part in the same pass.
     other = {**next(iter(starts.values())), "streams": {}}
-    return Bookmark(
+    return EpochPosition(
         states={
             reader: {"read": 0, "skip": 0, "dataset": starts.get(reader, other)}
             for reader in range(workers)
@@ -407,7 +407,7 @@ def _latest_of(state: LoaderState) -> Any:
     return saved[_LOADER if _LOADER in saved else latest]
 
 
-def restore(options: Options, state: LoaderState, loads: Loads) -> None:
+def restore(options: Options, state: LoaderState, loads: StateLoads) -> None:
     """Set what this process has as it was when a state was saved.
 
     At the load, as ``torch.set_rng_state`` would: a script may seed the generators
@@ -427,7 +427,7 @@ def restore(options: Options, state: LoaderState, loads: Loads) -> None:
             mine[name].set_state(unpacked(one))
 
 
-def _restore_dataset(options: Options, state: LoaderState, loads: Loads) -> None:
+def _restore_dataset(options: Options, state: LoaderState, loads: StateLoads) -> None:
     """Load the state of this process's dataset; an iterable's, if between two epochs.
 
     Now, because it may hold torch's generator, from which the next epoch draws first.
@@ -460,7 +460,7 @@ def restore_sampler(options: Options, state: LoaderState) -> None:
         options.index_sampler.load_state_dict(copy.deepcopy(one["sampler"]))
 
 
-def start_of(options: Options, state: LoaderState) -> Bookmark:
+def start_of(options: Options, state: LoaderState) -> EpochPosition:
     """Return where an epoch starts that resumes from a state."""
     states = {int(reader): one for reader, one in state.states.items()}
     if state.seed is None and options.kind is Kind.MAP:
@@ -474,7 +474,7 @@ def start_of(options: Options, state: LoaderState) -> Bookmark:
         copies = {int(worker): one for worker, one in state.datasets.items()}
         if copies and len(copies) != options.num_workers:
             copies = dict.fromkeys(range(options.num_workers), _latest_of(state))
-    return Bookmark(state.done, frozenset(state.beyond), states, copies)
+    return EpochPosition(state.done, frozenset(state.beyond), states, copies)
 
 
 def warn_of_what_is_lost(

@@ -18,7 +18,7 @@ from typing_extensions import TypeVar
 
 from aioloader._base.warnings import warn
 from aioloader._loader.arguments import context_of
-from aioloader._loader.options import ADDED, TORCHS, Added
+from aioloader._loader.options import ADDED, TORCHS, AddedArguments
 from aioloader._order.epoch import index_sampler_of
 from aioloader._order.permutation import KeyedOrder
 from aioloader.protocols import Kind, is_async_function, kind_of, reads_async
@@ -35,7 +35,7 @@ _FIXED = {
 _VARIADIC = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
 
 
-class TorchLoader(torch.utils.data.DataLoader[Any], Added, Generic[Batch]):
+class TorchLoader(torch.utils.data.DataLoader[Any], AddedArguments, Generic[Batch]):
     """Torch's class with the names that frameworks read; it loads nothing.
 
     Every public attribute of an instance is an argument of ``__init__``, so that

@@ -6,8 +6,8 @@ from itertools import chain
 
 import numpy as np
 
-from aioloader._base.records import Setting
-from aioloader._base.words import seconds_text
+from aioloader._base.formatting import seconds_text
+from aioloader._base.records import RecordedSettings
 from aioloader._observe.costs import Costs
 from aioloader._observe.pace import window_of
 
@@ -45,12 +45,14 @@ class Change:
     new: object  # its new value
     why: str  # a sentence
     cost: int  # 1: memory, 2: another order, 3: processes or threads, 4: new code
-    setting: Setting  # the loader's setting with it
+    setting: RecordedSettings  # the loader's setting with it
     costs: Costs  # the durations of batches with it
     start: float = 0.0  # seconds that it adds to each epoch
 
 
-def changes(costs: Costs, setting: Setting, start: float = 0.0) -> Iterator[Change]:
+def changes(
+    costs: Costs, setting: RecordedSettings, start: float = 0.0
+) -> Iterator[Change]:
     """Return the changes that suit a loader, smaller ones of a kind first."""
     found = chain(
         _starts(costs, setting, start),
@@ -64,7 +66,7 @@ def changes(costs: Costs, setting: Setting, start: float = 0.0) -> Iterator[Chan
     return (one for one in found if one.argument not in setting.fixed)
 
 
-def _starts(costs: Costs, setting: Setting, start: float) -> Iterator[Change]:
+def _starts(costs: Costs, setting: RecordedSettings, start: float) -> Iterator[Change]:
     if start and setting.epochs_before:
         why = f"workers start again in each epoch, for {seconds_text(start)}"
         kept = replace(setting, is_persistent=True)
@@ -72,7 +74,7 @@ def _starts(costs: Costs, setting: Setting, start: float) -> Iterator[Change]:
         yield Change("persistent_workers", old, new, why, 1, kept, costs, -start)
 
 
-def _windows(costs: Costs, setting: Setting) -> Iterator[Change]:
+def _windows(costs: Costs, setting: RecordedSettings) -> Iterator[Change]:
     if setting.window == 0:  # keyed generators of this process: one at a time
         return
     if setting.place == "inline":
@@ -89,7 +91,7 @@ def _windows(costs: Costs, setting: Setting) -> Iterator[Change]:
         yield Change("prefetch_factor", now, new, why, 1, wider, costs)
 
 
-def _reads(costs: Costs, setting: Setting) -> Iterator[Change]:
+def _reads(costs: Costs, setting: RecordedSettings) -> Iterator[Change]:
     has_coroutines = setting.place == "loop" or setting.concurrency > 1
     reads_many = setting.reads_async and not setting.is_stream
     if not has_coroutines or not (reads_many or setting.transforms_async):
@@ -103,7 +105,7 @@ def _reads(costs: Costs, setting: Setting) -> Iterator[Change]:
             yield Change("concurrency", old, new, why, 1, wider, costs)
 
 
-def _moves(costs: Costs, setting: Setting) -> Iterator[Change]:
+def _moves(costs: Costs, setting: RecordedSettings) -> Iterator[Change]:
     old, window = setting.on_device, setting.window
     if not old:
         return
@@ -125,7 +127,7 @@ def _moves(costs: Costs, setting: Setting) -> Iterator[Change]:
         yield Change("the size of batches", size, half, why, 4, setting, smaller)
 
 
-def _orders(costs: Costs, setting: Setting) -> Iterator[Change]:
+def _orders(costs: Costs, setting: RecordedSettings) -> Iterator[Change]:
     is_single = setting.is_coupled and setting.making_lanes == 1
     if is_single or not setting.in_order or setting.window == 0:
         return
@@ -137,7 +139,7 @@ def _orders(costs: Costs, setting: Setting) -> Iterator[Change]:
         yield Change("in_order", old, new, why, 2, free, costs)
 
 
-def _workers(costs: Costs, setting: Setting) -> Iterator[Change]:
+def _workers(costs: Costs, setting: RecordedSettings) -> Iterator[Change]:
     old, kind = setting.workers, setting.worker_kind
     if setting.place == "workers" and setting.is_shared:
         why = "threads take turns at the interpreter's lock, processes do not"
@@ -162,7 +164,7 @@ def _workers(costs: Costs, setting: Setting) -> Iterator[Change]:
         yield Change("num_workers", old, new, why, 3, wider, costs, starts)
 
 
-def _first_start(setting: Setting) -> float:
+def _first_start(setting: RecordedSettings) -> float:
     """Return the seconds of each epoch in which the first worker process starts.
 
     A program is expected to have as many more epochs as it had so far.
@@ -171,7 +173,7 @@ def _first_start(setting: Setting) -> float:
     return _START + (setting.start_method != "fork") * _IMPORT / epochs
 
 
-def _with_workers(setting: Setting, number: int) -> Setting:
+def _with_workers(setting: RecordedSettings, number: int) -> RecordedSettings:
     """Return the setting of a loader with ``number`` workers."""
     window = setting.window
     if window is not None:
@@ -192,7 +194,7 @@ def _with_workers(setting: Setting, number: int) -> Setting:
     )
 
 
-def _datasets(costs: Costs, setting: Setting) -> Iterator[Change]:
+def _datasets(costs: Costs, setting: RecordedSettings) -> Iterator[Change]:
     if setting.is_stream or not waits_for_store(costs, setting):
         return
     if setting.is_coupled:
@@ -216,7 +218,7 @@ def _datasets(costs: Costs, setting: Setting) -> Iterator[Change]:
         yield Change("dataset", "a read each", "shards", why, 4, setting, packed)
 
 
-def waits_for_store(costs: Costs, setting: Setting) -> bool:
+def waits_for_store(costs: Costs, setting: RecordedSettings) -> bool:
     """Tell whether reading is mostly waiting, as far as that is measured.
 
     Coroutines may wait for anything else: what plain code does is measured.

@@ -7,7 +7,7 @@ from statistics import median
 
 import numpy as np
 
-from aioloader._base.records import Copy, Record, Setting
+from aioloader._base.records import BatchRecord, Copy, RecordedSettings
 from aioloader._observe.stages import (
     Floats,
     copy_seconds,
@@ -94,8 +94,8 @@ class Costs:
 
 
 def costs_of(
-    records: Sequence[Record],
-    setting: Setting,
+    records: Sequence[BatchRecord],
+    setting: RecordedSettings,
     copies: Sequence[Copy] = (),
     alone: Sequence[float] = (),
 ) -> Costs | None:
@@ -125,7 +125,7 @@ def costs_of(
     awaited = np.zeros(len(order))
     if setting.transforms_async:
         awaited, busy, started = busy, awaited, transformed
-    factors = (slow[one.lane] if one.lane < len(slow) else 1.0 for one in records)
+    factors = (slow[one.worker] if one.worker < len(slow) else 1.0 for one in records)
     factor = np.array([*factors])[order]
     wall, transform = read - began, (transformed - started) / factor
     collate, coupled = (collated - transformed) / factor, setting.is_coupled
@@ -166,7 +166,7 @@ def costs_of(
     return _unlocked(found, setting, each) if takes_turns else found
 
 
-def _draws(records: Sequence[Record], setting: Setting) -> Floats:
+def _draws(records: Sequence[BatchRecord], setting: RecordedSettings) -> Floats:
     """Return the mean seconds to draw the indices of a batch, for each batch.
 
     The requests of the first window are drawn while the first batch is waited for.
@@ -180,7 +180,7 @@ def _draws(records: Sequence[Record], setting: Setting) -> Floats:
     return np.full(min(_MOST, len(records) - 1), drawn.sum() / requests)
 
 
-def lock_waits(records: Sequence[Record], setting: Setting) -> Floats:
+def lock_waits(records: Sequence[BatchRecord], setting: RecordedSettings) -> Floats:
     """Return how long each step but the last waited for the GIL.
 
     A thread that computes in Python keeps it for the switch interval. So a consumer
@@ -226,7 +226,7 @@ def lock_waits(records: Sequence[Record], setting: Setting) -> Floats:
     return waits
 
 
-def _unlocked(costs: Costs, setting: Setting, each: float) -> Costs:
+def _unlocked(costs: Costs, setting: RecordedSettings, each: float) -> Costs:
     """Return the costs without the time that threads wait for the GIL.
 
     It is not measured, but follows from the use of the GIL: at full use, all but
@@ -244,7 +244,7 @@ def _unlocked(costs: Costs, setting: Setting, each: float) -> Costs:
     return replace(costs, **changed, **shares)
 
 
-def _read_unlocked(costs: Costs, setting: Setting, each: float) -> Costs:
+def _read_unlocked(costs: Costs, setting: RecordedSettings, each: float) -> Costs:
     """Return the costs without the time that the event loop waits for the GIL.
 
     If a thread that makes batches always holds it, only the quickest reads did not
@@ -264,7 +264,7 @@ def _read_unlocked(costs: Costs, setting: Setting, each: float) -> Costs:
 
 
 def _limited(
-    costs: Costs, setting: Setting, each: float, alone: Sequence[float]
+    costs: Costs, setting: RecordedSettings, each: float, alone: Sequence[float]
 ) -> Costs:
     """Return the costs with the limit of the client, or of the store, if it shows one.
 
@@ -288,7 +288,10 @@ def _limited(
 
 
 def _copied(
-    records: Sequence[Record], setting: Setting, copies: Sequence[Copy], moved: Floats
+    records: Sequence[BatchRecord],
+    setting: RecordedSettings,
+    copies: Sequence[Copy],
+    moved: Floats,
 ) -> tuple[Floats, float]:
     """Return each batch's copy time, and the mean bytes of a copy."""
     if not setting.on_device:
@@ -301,14 +304,16 @@ def _copied(
     return np.array(found), float(np.mean([one.nbytes for one in copies]))
 
 
-def slow_workers(records: Sequence[Record], setting: Setting) -> tuple[float, ...]:
+def slow_workers(
+    records: Sequence[BatchRecord], setting: RecordedSettings
+) -> tuple[float, ...]:
     """Return how many times longer each worker takes than the median worker.
 
     It is 1 for workers that take less than twice as long: that may be chance.
     """
     seconds: dict[int, list[float]] = {}
     for one in records if setting.place == "workers" else ():
-        seconds.setdefault(one.lane, []).append(plain_seconds(one, setting))
+        seconds.setdefault(one.worker, []).append(plain_seconds(one, setting))
     medians = {lane: median(each) for lane, each in seconds.items()}
     usual = median(medians.values()) if len(medians) > 2 else 0.0
     if not usual:
@@ -317,12 +322,14 @@ def slow_workers(records: Sequence[Record], setting: Setting) -> tuple[float, ..
     return tuple(one if one > _SLOW else 1.0 for one in factors)
 
 
-def plain_seconds(record: Record, setting: Setting) -> float:
+def plain_seconds(record: BatchRecord, setting: RecordedSettings) -> float:
     """Return how long plain code made a batch."""
     return record.made[4] - record.made[setting.making_starts]
 
 
-def measured_cpu(records: Sequence[Record], setting: Setting) -> tuple[float, float]:
+def measured_cpu(
+    records: Sequence[BatchRecord], setting: RecordedSettings
+) -> tuple[float, float]:
     """Return the processor time of plain code, and its waits for a processor.
 
     The first is a share of its seconds; the second, of those in which it could run.
@@ -342,7 +349,7 @@ def measured_cpu(records: Sequence[Record], setting: Setting) -> tuple[float, fl
     return share, delay / (share + delay)
 
 
-def start_seconds(records: Sequence[Record], setting: Setting) -> float:
+def start_seconds(records: Sequence[BatchRecord], setting: RecordedSettings) -> float:
     """Return how long an epoch has waited for its worker processes to start.
 
     It is 0 if they are kept between epochs, or if the first batch is not recorded.

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
 # The values of each metric, by its name, with their labels.
-Values: TypeAlias = dict[str, list[tuple[float, dict[str, str]]]]
+MetricValues: TypeAlias = dict[str, list[tuple[float, dict[str, str]]]]
 
 
 _LATEST = "the mean of the latest ones"
@@ -62,7 +62,7 @@ _COUNTERS = (*_SUMS, "worker.deaths", "worker.restarts")
 _ENDINGS = {"s": "_seconds", "1": "_ratio", "By": "_bytes"}
 
 
-def _values(stats: Any) -> Values:
+def _values(stats: Any) -> MetricValues:
     """Return the values of the metrics of ``loader.stats()`` that are known."""
     numbers: dict[str, Any] = {
         "batches": stats.batches,
@@ -84,7 +84,7 @@ def _values(stats: Any) -> Values:
         numbers["batch.samples"] = stats.samples / stats.recent
         numbers["batches.ready"] = stats.queued
         quantiles.append(("wait.duration", stats.waits, {}))
-    found: Values = defaultdict(list)
+    found: MetricValues = defaultdict(list)
     for name, value in numbers.items():
         if value is not None:
             found[name].append((float(value), {}))
@@ -192,12 +192,12 @@ class _Watched:
         self.name = name
         self._loader = weakref.ref(loader)
         self._lock = threading.RLock()  # scrapes may come from several threads
-        self._left: Values = {}  # of a collection under way
+        self._left: MetricValues = {}  # of a collection under way
         self._iteration: object = None  # referred to, so that no other has its id
         self._latest: dict[str, float] = {}  # of the current iteration
         self._before: defaultdict[str, float] = defaultdict(float)  # of earlier ones
 
-    def read(self) -> Values:
+    def read(self) -> MetricValues:
         """Return the values of all metrics; none if the loader is gone."""
         loader = self._loader()
         if loader is None:

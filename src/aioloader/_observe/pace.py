@@ -25,7 +25,7 @@ from statistics import mean
 
 import numpy as np
 
-from aioloader._base.records import Setting
+from aioloader._base.records import RecordedSettings
 from aioloader._observe.costs import Costs
 from aioloader._observe.stages import Floats
 
@@ -33,7 +33,7 @@ from aioloader._observe.stages import Floats
 _MOST = 256
 
 
-def window_of(setting: Setting, costs: Costs) -> int:
+def window_of(setting: RecordedSettings, costs: Costs) -> int:
     """Return how many batches may be requested and not delivered."""
     if setting.window is not None:
         return max(1, setting.window)
@@ -43,7 +43,7 @@ def window_of(setting: Setting, costs: Costs) -> int:
     return math.ceil(samples / max(1, size)) + 3 * readers + setting.on_device
 
 
-def seconds_per_batch(costs: Costs, setting: Setting) -> float:
+def seconds_per_batch(costs: Costs, setting: RecordedSettings) -> float:
     """Return the seconds per batch once the pipeline is full."""
     if setting.place == "inline" or setting.window == 0:  # one after the other
         return float(_parts(costs, setting)[:, 1:].sum(1).mean())
@@ -54,7 +54,7 @@ def seconds_per_batch(costs: Costs, setting: Setting) -> float:
 
 
 def taken_times(
-    costs: Costs, setting: Setting, batches: int, requests: float = math.inf
+    costs: Costs, setting: RecordedSettings, batches: int, requests: float = math.inf
 ) -> list[float]:
     """Return when the consumer takes each of so many batches of an epoch.
 
@@ -93,7 +93,7 @@ def taken_times(
     return taken
 
 
-def _parts(costs: Costs, setting: Setting) -> Floats:
+def _parts(costs: Costs, setting: RecordedSettings) -> Floats:
     """Return what each batch takes, in a row.
 
     These are the seconds of all readers; until its samples are there; in its slot;

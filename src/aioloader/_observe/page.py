@@ -13,8 +13,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from aioloader._base.records import Record, Setting
-from aioloader._base.words import seconds_text
+from aioloader._base.formatting import seconds_text
+from aioloader._base.records import BatchRecord, RecordedSettings
 from aioloader._observe.stages import is_made, percentiles
 from aioloader._observe.stats import HEADS, stage_rows
 from aioloader._observe.trace import replacing
@@ -197,7 +197,9 @@ def _pipeline(stages: Sequence[Any], slowest: str) -> Iterator[str]:
     yield _legend(busy | {"blocked": "blocked", "starved": "idle"})
 
 
-def _timeline(records: Sequence[Record], setting: Setting) -> Iterator[str]:
+def _timeline(
+    records: Sequence[BatchRecord], setting: RecordedSettings
+) -> Iterator[str]:
     """Draw when each of the last batches was in which stage."""
     last = records[-_ROWS:]
     begin = min(one.made[0] if is_made(one) else one.asked for one in last)
@@ -224,7 +226,7 @@ def _timeline(records: Sequence[Record], setting: Setting) -> Iterator[str]:
     names = ("read", "waits for a worker", "transform", "collate", "is ready")
     kinds = ("read", "idle", "transform", "collate", "blocked")
     for at, one in enumerate(last):
-        lane = f", worker {one.lane}" if setting.workers else ""
+        lane = f", worker {one.worker}" if setting.workers else ""
         is_named = not at or one is last[-1] or at % 5 == 0
         spans = pairwise((*one.made[:5], one.taken)) if is_made(one) else ()
         boxes = [
@@ -238,7 +240,7 @@ def _timeline(records: Sequence[Record], setting: Setting) -> Iterator[str]:
     yield _legend(legend | {"waiting": "idle", "ready": "blocked", "step": "consumer"})
 
 
-def _waits(records: Sequence[Record]) -> Iterator[str]:
+def _waits(records: Sequence[BatchRecord]) -> Iterator[str]:
     """Draw how long the consumer waited for each batch."""
     waits = [one.taken - one.asked for one in records]
     each = math.ceil(len(waits) / _BARS)

@@ -15,11 +15,11 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from aioloader._base.records import Copy, Record, Setting
+from aioloader._base.records import BatchRecord, Copy, RecordedSettings
 
 Floats: TypeAlias = NDArray[np.float64]
 # Name, begins and ends of a step of all batches, and how many samples run at a time.
-_Step: TypeAlias = tuple[str, Floats, Floats, Any]
+_StageTimes: TypeAlias = tuple[str, Floats, Floats, Any]
 
 # Limit on the seconds in which the consumer takes a batch that is ready.
 _HAND_OVER = 200e-6
@@ -79,7 +79,9 @@ class StageStats:
 
 
 def stage_stats(
-    records: Sequence[Record], setting: Setting, copies: Sequence[Copy] = ()
+    records: Sequence[BatchRecord],
+    setting: RecordedSettings,
+    copies: Sequence[Copy] = (),
 ) -> tuple[StageStats, ...]:
     """Return what each stage did; nothing without records.
 
@@ -87,15 +89,15 @@ def stage_stats(
     """
     if not records:
         return ()
-    span = _Span(records, setting, copies)
+    span = _Timeline(records, setting, copies)
     device = [span.device(copies)] if copies else []
     draw = [] if setting.is_stream else [span.draw()]
     return (*draw, *span.making(), span.transport(), *device, span.consumer())
 
 
 def until_copied(
-    records: Sequence[Record], setting: Setting, copies: Sequence[Copy]
-) -> tuple[Sequence[Record], Setting]:
+    records: Sequence[BatchRecord], setting: RecordedSettings, copies: Sequence[Copy]
+) -> tuple[Sequence[BatchRecord], RecordedSettings]:
     """Return the records with the device stage as the consumer.
 
     Without copies, they are unchanged.
@@ -136,12 +138,12 @@ def percentiles(seconds: Sequence[float] | Floats) -> tuple[float, float, float]
     return float(p50), float(p95), float(p99)
 
 
-def is_made(record: Record) -> bool:
+def is_made(record: BatchRecord) -> bool:
     """Tell whether it is known when the batch was made."""
     return record.made[4] != 0
 
 
-def hand_over(records: Sequence[Record], setting: Setting) -> float:
+def hand_over(records: Sequence[BatchRecord], setting: RecordedSettings) -> float:
     """Return the seconds in which a consumer takes a batch that is ready.
 
     This is the recorded minimum, with a limit; 0 if batches are moved to a device, or
@@ -153,7 +155,9 @@ def hand_over(records: Sequence[Record], setting: Setting) -> float:
     return min(max(0.0, least), _HAND_OVER)
 
 
-def transports(records: Sequence[Record], setting: Setting) -> tuple[Floats, Floats]:
+def transports(
+    records: Sequence[BatchRecord], setting: RecordedSettings
+) -> tuple[Floats, Floats]:
     """Return the seconds of each batch's transport, and when it could be taken.
 
     Transport is visible if the consumer waited. Batches are moved to a device one after
@@ -177,7 +181,9 @@ def transports(records: Sequence[Record], setting: Setting) -> tuple[Floats, Flo
     return seconds, ends
 
 
-def seen_transports(records: Sequence[Record], setting: Setting) -> dict[int, float]:
+def seen_transports(
+    records: Sequence[BatchRecord], setting: RecordedSettings
+) -> dict[int, float]:
     """Return the transport seconds of the batches that the consumer waited for."""
     least = hand_over(records, setting)
     known: dict[int, float] = {}
@@ -193,12 +199,12 @@ def seen_transports(records: Sequence[Record], setting: Setting) -> dict[int, fl
     return known
 
 
-def _waited(record: Record) -> float:
+def _waited(record: BatchRecord) -> float:
     """Return how long the consumer waited for a batch, besides drawing indices."""
     return record.taken - record.asked - record.drawn
 
 
-def held_back(records: Sequence[Record], setting: Setting) -> float:
+def held_back(records: Sequence[BatchRecord], setting: RecordedSettings) -> float:
     """Return the total seconds that finished batches waited for an earlier one."""
     if not setting.in_order or setting.place == "inline" or not records:
         return 0.0
@@ -225,11 +231,14 @@ def _union(begins: Floats, ends: Floats) -> Callable[[Any], Any]:
     )
 
 
-class _Span:
+class _Timeline:
     """The recorded span, as arrays: one entry per batch."""
 
     def __init__(
-        self, records: Sequence[Record], setting: Setting, copies: Sequence[Copy]
+        self,
+        records: Sequence[BatchRecord],
+        setting: RecordedSettings,
+        copies: Sequence[Copy],
     ) -> None:
         self._setting, self._items = setting, len(records)
         self._begin, self._end = records[0].asked, records[-1].taken
@@ -260,10 +269,10 @@ class _Span:
         is_awaited = setting.transforms_async
         reads_many = not (is_awaited or setting.is_coupled or setting.is_stream)
         weight = _weight(busy * reads_many, read - began)
-        to_read: _Step = ("read", began, read, weight)
+        to_read: _StageTimes = ("read", began, read, weight)
         weight = _weight(busy * is_awaited, transformed - started)
-        to_transform: _Step = ("transform", started, transformed, weight)
-        to_collate: _Step = ("collate", transformed, collated, 1.0)
+        to_transform: _StageTimes = ("transform", started, transformed, weight)
+        to_collate: _StageTimes = ("collate", transformed, collated, 1.0)
         groups = [(setting.reading_lanes, [to_read])]
         if is_awaited:
             groups.append((setting.transforming_lanes, [to_transform]))
@@ -275,7 +284,7 @@ class _Span:
         return [stage for group in groups for stage in self._shared(*group, lying)]
 
     def _shared(
-        self, lanes: int, steps: list[_Step], lying: Callable[[Any], Any]
+        self, lanes: int, steps: list[_StageTimes], lying: Callable[[Any], Any]
     ) -> list[StageStats]:
         """Return stages that share slots, which run one step after another."""
         busy, within = [], 0.0

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
-from aioloader._base.records import Copy, LoopLag, Record, Setting
-from aioloader._base.words import seconds_text, table
+from aioloader._base.formatting import seconds_text, table
+from aioloader._base.records import BatchRecord, Copy, LoopLag, RecordedSettings
 from aioloader._observe.stages import (
     StageStats,
     held_back,
@@ -100,8 +100,10 @@ class LoaderStats:
     device_bytes: int = 0
     sources: Mapping[str, SourceStats] = field(default_factory=dict, hash=False)
     iteration: object = field(default=None, repr=False, compare=False)
-    _records: Sequence[Record] = field(default=(), repr=False, compare=False)
-    _setting: Setting = field(default=Setting("inline"), repr=False, compare=False)
+    _records: Sequence[BatchRecord] = field(default=(), repr=False, compare=False)
+    _setting: RecordedSettings = field(
+        default=RecordedSettings("inline"), repr=False, compare=False
+    )
     _copies: Sequence[Copy] = field(default=(), repr=False, compare=False)
     _alone: Sequence[float] = field(default=(), repr=False, compare=False)
 

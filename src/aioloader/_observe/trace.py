@@ -19,8 +19,14 @@ from itertools import pairwise, starmap
 from pathlib import Path
 from typing import Any, NamedTuple, Self, TypeAlias
 
-from aioloader._base.outlast import in_thread
-from aioloader._base.records import Copy, Counters, Record, RecordTuple, Setting
+from aioloader._base.cancellation import in_thread
+from aioloader._base.records import (
+    BatchRecord,
+    Copy,
+    Counters,
+    RecordedSettings,
+    RecordTuple,
+)
 from aioloader._base.warnings import warn
 from aioloader._observe.stages import is_made
 
@@ -46,7 +52,7 @@ class Traced:
     """The part of a trace for one epoch: what was delivered and copied meanwhile."""
 
     counters: Counters
-    setting: Setting
+    setting: RecordedSettings
     records: list[RecordTuple] = field(default_factory=list)
     copies: list[Copy] = field(default_factory=list)
 
@@ -77,7 +83,7 @@ class Trace:
         self._traced: list[Traced] = []
         self._unix: int | None = None  # since the block began
 
-    def follow(self, counters: Counters, setting: Setting) -> None:
+    def follow(self, counters: Counters, setting: RecordedSettings) -> None:
         """Collect the records of an epoch during the block.
 
         The loader calls it for the epochs under way when it makes the trace, and for
@@ -195,7 +201,7 @@ def _extent(events: Iterable[Event]) -> tuple[float, float]:
     return min(times, default=0.0), max(times, default=0.0)
 
 
-class _Job(NamedTuple):
+class _Slices(NamedTuple):
     """Slices that follow each other on one track: their names, begins, and the end."""
 
     track: _Track
@@ -240,9 +246,9 @@ def trace_events(
         yield event("C", "batches ready", batches=ready) | when
 
 
-def _on_tracks(jobs: Iterable[_Job]) -> dict[tuple[_Track, int], list[_Job]]:
+def _on_tracks(jobs: Iterable[_Slices]) -> dict[tuple[_Track, int], list[_Slices]]:
     """Put lasting jobs on tracks; numbered where they overlap others of the name."""
-    tracks: dict[tuple[_Track, int], list[_Job]] = {}
+    tracks: dict[tuple[_Track, int], list[_Slices]] = {}
     lasting = [job for job in jobs if job.times[-1] > job.times[0]]
     for job in sorted(lasting, key=lambda job: job.times[0]):
         for row in itertools.count():
@@ -253,32 +259,34 @@ def _on_tracks(jobs: Iterable[_Job]) -> dict[tuple[_Track, int], list[_Job]]:
     return tracks
 
 
-def _jobs(traced: Traced) -> Iterator[_Job]:
+def _jobs(traced: Traced) -> Iterator[_Slices]:
     """Yield the jobs of an epoch, also those that took no time."""
     epoch = {"epoch": traced.counters.epoch}
     wait = "make" if traced.setting.place == "inline" else "wait"
-    before: Record | None = None
-    for record in starmap(Record, traced.records):
+    before: BatchRecord | None = None
+    for record in starmap(BatchRecord, traced.records):
         if before is not None:
             args = epoch | {"batch": before.number, "samples": before.samples}
-            yield _Job(_CONSUMER, ["step"], [before.taken, record.asked], args)
+            yield _Slices(_CONSUMER, ["step"], [before.taken, record.asked], args)
         before = record
         args = epoch | {"batch": record.number, "samples": record.samples}
         # Indices of this batch are drawn before it is made; of later ones, afterwards.
         is_first = traced.setting.place == "inline"
         drawn = record.asked + record.drawn if is_first else record.taken - record.drawn
         names = ["sampler", wait] if is_first else [wait, "sampler"]
-        yield _Job(_CONSUMER, names, [record.asked, drawn, record.taken], args)
+        yield _Slices(_CONSUMER, names, [record.asked, drawn, record.taken], args)
         if is_made(record):
             yield from _making(traced.setting, record, args)
     free = 0.0  # when the copy before had ended
     for number, _, began, ended, nbytes in traced.copies:
         args = epoch | {"batch": number, "bytes": nbytes}
-        yield _Job(_COPIES, ["copy"], [max(began, free), ended], args)
+        yield _Slices(_COPIES, ["copy"], [max(began, free), ended], args)
         free = ended
 
 
-def _making(setting: Setting, record: Record, args: dict[str, Any]) -> Iterator[_Job]:
+def _making(
+    setting: RecordedSettings, record: BatchRecord, args: dict[str, Any]
+) -> Iterator[_Slices]:
     *marks, busy, cpu, delayed = record.made
     spent = {
         "seconds of coroutines, summed over samples": busy,
@@ -290,17 +298,17 @@ def _making(setting: Setting, record: Record, args: dict[str, Any]) -> Iterator[
     times: Sequence[float] = marks
     # Reads run in another place than later steps, several batches at a time.
     if setting.place == "loop" or (setting.workers and not setting.reads_in_workers):
-        yield _Job(_READS, names[:2], times[:3], args)
+        yield _Slices(_READS, names[:2], times[:3], args)
         names, times = names[2:], times[2:]
-    where = {"inline": "loader", "workers": f"worker {record.lane}"}
+    where = {"inline": "loader", "workers": f"worker {record.worker}"}
     lane = where.get(setting.place, "thread")
-    yield _Job((_LANES, record.lane, lane), names, times, args)
+    yield _Slices((_LANES, record.worker, lane), names, times, args)
 
 
 def _ready(traced: Traced) -> Iterator[tuple[float, int]]:
     """Yield the changes of the number of batches that wait for the consumer."""
     if traced.setting.place != "inline":
-        for record in filter(is_made, starmap(Record, traced.records)):
+        for record in filter(is_made, starmap(BatchRecord, traced.records)):
             yield record.made[4], 1
             yield record.taken, -1
 

@@ -13,8 +13,8 @@ from functools import cached_property
 from math import inf
 from typing import NamedTuple
 
-from aioloader._base.records import Copy, LoopLag, Record, Setting
-from aioloader._base.words import seconds_text, times_text
+from aioloader._base.formatting import seconds_text, times_text
+from aioloader._base.records import BatchRecord, Copy, LoopLag, RecordedSettings
 from aioloader._observe.changes import Change, changes, waits_for_store
 from aioloader._observe.costs import Costs, costs_of, start_seconds
 from aioloader._observe.pace import pace, seconds_per_batch, taken_times, window_of
@@ -155,8 +155,8 @@ class Report:
 
 
 def report(
-    records: Sequence[Record],
-    setting: Setting,
+    records: Sequence[BatchRecord],
+    setting: RecordedSettings,
     stats: LoaderStats | None = None,
     copies: Sequence[Copy] = (),
 ) -> Report:
@@ -189,7 +189,7 @@ def report(
     )
 
 
-def head_room(costs: Costs, setting: Setting) -> tuple[HeadRoom, ...]:
+def head_room(costs: Costs, setting: RecordedSettings) -> tuple[HeadRoom, ...]:
     """Return how busy the accelerator is with steps at 1, 2 and 4 times the speed."""
     rooms = []
     for speed in (1, 2, 4):
@@ -205,13 +205,13 @@ class _Case:
     """A loader as it was recorded."""
 
     costs: Costs
-    setting: Setting
-    records: Sequence[Record]
+    setting: RecordedSettings
+    records: Sequence[BatchRecord]
     start: float = 0.0  # seconds of each epoch in which workers start
     lag: LoopLag | None = None
 
     @cached_property
-    def settled(self) -> Sequence[Record]:
+    def settled(self) -> Sequence[BatchRecord]:
         """The records without the first ones, which are late.
 
         They wait for workers and for the window to fill.

@@ -20,10 +20,10 @@ from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 from aioloader._base.failures import FailurePolicy
 from aioloader._base.forks import fork_safe
 from aioloader._base.records import Counters
-from aioloader._order.indices import Draws, IndexBatch, IndexOrder, Order, State
-from aioloader._order.orders import IteratedOrder, Turns
+from aioloader._order.indices import IndexBatch, IndexOrder, Order, SamplerDraws, State
+from aioloader._order.orders import IteratedOrder, ReaderTurns
 from aioloader._order.permutation import KeyedOrder, SeekableOrder
-from aioloader._order.ranks import WHOLE, Part
+from aioloader._order.ranks import WHOLE, RankPart
 
 
 class HasEpoch(Protocol):
@@ -56,7 +56,7 @@ def under_way(driver: HasEpoch) -> Iterator[None]:
 
 
 @dataclass(eq=False, repr=False)
-class Bookmark:
+class EpochPosition:
     """A position in an epoch."""
 
     done: int = 0  # every batch below this number was delivered
@@ -73,7 +73,7 @@ class Bookmark:
         return self.done + len(self.beyond)
 
 
-BEGINNING = Bookmark()
+BEGINNING = EpochPosition()
 # One lock for all positions: it is held rarely, and for microseconds. A signal handler
 # that saves a state may need it too.
 _LOCK = fork_safe(threading.RLock())
@@ -85,7 +85,9 @@ class Progress:
     A batch that raised counts as soon as another one is delivered after it.
     """
 
-    def __init__(self, bookmark: Bookmark = BEGINNING, *, readers: int = 1) -> None:
+    def __init__(
+        self, bookmark: EpochPosition = BEGINNING, *, readers: int = 1
+    ) -> None:
         self.is_over: bool = False  # every batch of the epoch was delivered
         self._done = bookmark.done
         self._states = dict(bookmark.states)
@@ -153,12 +155,14 @@ class Progress:
         """Note the state of a worker's dataset after a delivered batch."""
         self._datasets[worker] = state
 
-    def bookmark(self) -> Bookmark:
+    def bookmark(self) -> EpochPosition:
         """Return the current position, from any thread."""
         with _LOCK:
             self._settle()
             beyond = frozenset(self._before.union(self._beyond))
-            return Bookmark(self._done, beyond, {**self._states}, {**self._datasets})
+            return EpochPosition(
+                self._done, beyond, {**self._states}, {**self._datasets}
+            )
 
     def _settle(self) -> None:
         """Note the latest batch; harmless if repeated."""
@@ -207,13 +211,13 @@ class Epoch:
     number: int = -1  # from 0; -1 before it starts
     shuffled: int | None = None  # the epoch of the loader's ``KeyedOrder``
     seen: int | None = None  # the epoch that this had when it was made
-    bookmark: Bookmark = BEGINNING  # where this iteration starts
+    bookmark: EpochPosition = BEGINNING  # where this iteration starts
     # Of a stream: batches beyond it, which are made but not delivered again.
     dropped: frozenset[int] = frozenset()
     progress: Progress = field(default_factory=Progress)  # of its consumer
     counters: Counters = field(default_factory=Counters)
     policy: FailurePolicy | None = None  # for failed samples, if any may be skipped
-    turns: Turns | None = None  # choose the requests if these do not ascend
+    turns: ReaderTurns | None = None  # choose the requests if these do not ascend
     dataset_epoch: int | None = None  # the dataset's own number for it
     saved: Any = None  # the ``LoaderState`` that it resumes from
     first: dict[int, Any] = field(default_factory=dict)  # states of iterables' readers
@@ -221,7 +225,7 @@ class Epoch:
     head: Any = None  # the constant part of its state, once needed
 
     def begin(
-        self, bookmark: Bookmark, *, readers: int = 1, in_order: bool = True
+        self, bookmark: EpochPosition, *, readers: int = 1, in_order: bool = True
     ) -> None:
         """Start it, from a position: its order is drawn from now on."""
         self.counters.epoch = self.number
@@ -232,7 +236,7 @@ class Epoch:
             if type(self.order) is Order:  # it must be read past them
                 self.dropped = bookmark.beyond
         if readers > 1 and not in_order:
-            self.turns = Turns(readers, bookmark.done)
+            self.turns = ReaderTurns(readers, bookmark.done)
 
     def judge(self) -> None:
         """Raise, once, if at the end it turns out that too many samples failed."""
@@ -390,7 +394,7 @@ def index_sampler_of(sampler: Any, batch_sampler: Any) -> Any:
 
 
 def order_of(
-    sampler: Any, batch_sampler: Any, part: Part = WHOLE, saved: State | None = None
+    sampler: Any, batch_sampler: Any, part: RankPart = WHOLE, saved: State | None = None
 ) -> IndexOrder | IteratedOrder:
     """Return the next epoch's order of a map-style dataset, or a saved one again.
 
@@ -405,11 +409,11 @@ def order_of(
     sampler = () if sampler is None else sampler
     is_seekable = isinstance(sampler, SeekableOrder)
     is_known = is_seekable or type(sampler) is SequentialSampler
-    draws: Draws | None = None
+    draws: SamplerDraws | None = None
     if type(sampler) is RandomSampler:
         is_whole = sampler.num_samples == len(sampler.data_source)
         is_known = is_whole and not sampler.replacement
-        draws = Draws(sampler, saved) if is_known else None
+        draws = SamplerDraws(sampler, saved) if is_known else None
     at = size, part, saved.get("pulled", 0)
     own = SeekableOrder if is_seekable else type(sampler)  # a user's may iterate itself
     if size and is_known and sampler.__iter__.__module__ == own.__module__:

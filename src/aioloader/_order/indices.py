@@ -28,7 +28,7 @@ from torch.utils.data import (
 )
 
 from aioloader._order.permutation import KeyedOrder, SeekableOrder
-from aioloader._order.ranks import Part
+from aioloader._order.ranks import RankPart
 from aioloader._order.stream_states import checksum
 from aioloader.protocols import set_epoch_of
 
@@ -63,7 +63,7 @@ class Order:
     """
 
     size: int | None  # samples per batch of a rank; None: a sampler yields batches
-    part: Part
+    part: RankPart
     pulled: int = 0  # how far it was drawn, perhaps ahead of what was delivered
     end: State | None = field(default=None, init=False)  # a sampler's final state
 
@@ -117,7 +117,7 @@ class IndexOrder(Order):
 
     sampler: Any
     drop_last: bool
-    draws: "Draws | None"
+    draws: "SamplerDraws | None"
     _shuffled: SeekableOrder | None = field(default=None, init=False)
 
     def prepare(self, epoch: int | None = None, /) -> None:
@@ -224,7 +224,7 @@ def unpacked(saved: State) -> torch.Tensor:
     return torch.from_numpy(np.ascontiguousarray(halves).view(np.uint8).reshape(-1))
 
 
-class Draws:
+class SamplerDraws:
     """The random draws of one order: of a sampler, if it draws.
 
     It draws from its ``generator`` or else from the default one. ``saved`` is the

@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
-from aioloader._order.ranks import Share
+from aioloader._order.ranks import ReaderShare
 from aioloader._order.stream_states import checksum
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 Until: TypeAlias = Literal["all", "first"]
-Array: TypeAlias = "NDArray[np.integer[Any]]"
+IntegerArray: TypeAlias = "NDArray[np.integer[Any]]"
 # One for each source, or by name; or stages: from which position on they apply.
 Weighting: TypeAlias = Sequence[float] | Mapping[str, float]
 Weights: TypeAlias = Weighting | Sequence[tuple[int, Weighting]]
@@ -73,9 +73,11 @@ class Proportions:
             self._weights.append(weight)
             nodes[place : place + 2] = [(weight, node, sums)]
         self._total = self._weights[-1]
-        self._planned: dict[tuple[int, int, int], Array] = {}
+        self._planned: dict[tuple[int, int, int], IntegerArray] = {}
 
-    def counts(self, first: int, more: "Array | int" = 0) -> list[tuple[int, Any]]:
+    def counts(
+        self, first: int, more: "IntegerArray | int" = 0
+    ) -> list[tuple[int, Any]]:
         """Return how many of the ``first + more`` first positions each source has.
 
         Each is the number for ``first``, and an array of what ``more`` adds to it.
@@ -97,7 +99,7 @@ class Proportions:
             range(most), count, key=lambda first: self.counts(first)[source][0]
         )
 
-    def sources(self, share: Share, first: int, most: int) -> Array:
+    def sources(self, share: ReaderShare, first: int, most: int) -> IntegerArray:
         """Return the sources of a reader's samples from a round on: 1 to ``most``.
 
         Readers take turns, in rounds. If they had fixed places in a round, two readers
@@ -117,10 +119,10 @@ class Proportions:
             np.stack([added for _, added in self.counts(first * readers, one)])
             for one in (at, at + 1)
         )
-        found: Array = (after - before).argmax(axis=0)
+        found: IntegerArray = (after - before).argmax(axis=0)
         return found
 
-    def _starts(self, readers: int, first: int, count: int) -> Array:
+    def _starts(self, readers: int, first: int, count: int) -> IntegerArray:
         """Return where rounds start, so that shares hold at each of their positions.
 
         A round that starts at ``x`` has the positions from there on, and then those
@@ -146,7 +148,7 @@ class Proportions:
         numbers = np.arange(first, first + count, dtype=np.uint64) * _GOLDEN
         spread = (numbers >> np.uint64(32)).astype(np.int64)
         chosen = (spread * fits.sum(axis=1)) >> 32
-        starts: Array = (fits.cumsum(axis=1) > chosen[:, None]).argmax(axis=1)
+        starts: IntegerArray = (fits.cumsum(axis=1) > chosen[:, None]).argmax(axis=1)
         return starts
 
 
@@ -201,7 +203,9 @@ class Schedule:
             self._made[key] = Stage(start, stop, left, proportions)
         return self._made[key]
 
-    def sources(self, at: int, share: Share, ended: Collection[int]) -> Array:
+    def sources(
+        self, at: int, share: ReaderShare, ended: Collection[int]
+    ) -> IntegerArray:
         """Return the sources of a reader's next samples, after ``at`` of them."""
         readers, most = share.readers, _COUNT
         position = at * readers + share.reader
@@ -209,10 +213,10 @@ class Schedule:
         if stage.stop is not None:
             most = -(-(stage.stop - position) // readers)
         first, reader = divmod(position - stage.start, readers)
-        found = stage.proportions.sources(Share(reader, readers), first, most)
+        found = stage.proportions.sources(ReaderShare(reader, readers), first, most)
         # Integers of one or two bytes are sorted much faster.
         kind = np.min_scalar_type(len(self.stages[0][1]))
-        sources: Array = np.array(stage.sources, kind)[found]
+        sources: IntegerArray = np.array(stage.sources, kind)[found]
         return sources
 
 

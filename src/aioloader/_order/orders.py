@@ -26,9 +26,9 @@ from aioloader._base.raising import raisable, saved_state
 from aioloader._base.warnings import warn
 from aioloader._order.indices import (
     WITH_GENERATOR,
-    Draws,
     IndexBatch,
     Order,
+    SamplerDraws,
     State,
     contents_of,
     described,
@@ -49,7 +49,7 @@ _WITHOUT_DRAWS = {
 }
 
 
-class Turns:
+class ReaderTurns:
     """The numbers of the next requests, if readers' batches are delivered unordered.
 
     Batch k is for reader k modulo their number. With ``in_order=False`` a reader gets a
@@ -110,7 +110,7 @@ class IteratedOrder(Order):
         drawing = drawing_part_of(sampler)
         if drawing is None and draws_from_default(sampler):
             drawing = sampler
-        self._draws = Draws(drawing, saved)
+        self._draws = SamplerDraws(drawing, saved)
         self._iterator: Iterator[Any] | None = None
         if self.begins and not saved and type(sampler) not in WITH_GENERATOR:
             self._iterator = self._begin({})

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple, TypeAlias
 Tail: TypeAlias = Literal["wrap", "pad", "drop", "uneven"]
 
 
-class Part(NamedTuple):
+class RankPart(NamedTuple):
     """One rank's part of each global batch."""
 
     rank: int = 0
@@ -51,7 +51,7 @@ class Part(NamedTuple):
         return range(first + self.rank, stop, self.world_size)
 
 
-WHOLE = Part()
+WHOLE = RankPart()
 
 
 def evened(count: int, ranks: int, tail: str) -> int:
@@ -62,7 +62,7 @@ def evened(count: int, ranks: int, tail: str) -> int:
 
 
 @dataclass(eq=False, repr=False)
-class Share:
+class ReaderShare:
     """Which part of a stream one reader reads."""
 
     reader: int = 0
@@ -80,12 +80,12 @@ class Share:
         """
         count = evened(total, self.ranks, tail)
         real = min(count, total) if tail == "pad" else count
-        deal = Deal(self.reader, self.readers, self.readers)
+        deal = ReaderAssignment(self.reader, self.readers, self.readers)
         return deal.part(count), deal.part(real)
 
 
 @dataclass(eq=False, repr=False)
-class Deal:
+class ReaderAssignment:
     """Which positions of a stream's order one rank takes: every ``ranks``-th."""
 
     rank: int  # among all ranks' workers
@@ -116,9 +116,9 @@ class Deal:
         nexts = [at + (place - at) % self._count for place in range(self._count)]
         return [(self.rank + one * self.ranks) // self.readers for one in nexts]
 
-    def share(self, reader: int) -> Share:
+    def share(self, reader: int) -> ReaderShare:
         in_turns = not self.is_alone
-        return Share(reader, self.readers, self._count, in_turns, self.ranks)
+        return ReaderShare(reader, self.readers, self._count, in_turns, self.ranks)
 
     def part(self, total: int) -> int:
         return max(0, -(-(total - self.rank) // self.ranks))

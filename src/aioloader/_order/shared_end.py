@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 
-class Counts(NamedTuple):
+class RankCounts(NamedTuple):
     """What is known of all ranks."""
 
     least: int = 0  # batches of the rank that has told the fewest
@@ -19,7 +19,7 @@ class Counts(NamedTuple):
     left: Sequence[int] = ()  # ranks that have left the iteration early
 
     @classmethod
-    def of(cls, told: Sequence[tuple[int, bool, bool]]) -> "Counts":
+    def of(cls, told: Sequence[tuple[int, bool, bool]]) -> "RankCounts":
         """Return what follows from what all ranks have told, in order.
 
         That is: the batches so far, whether the rank has no more, and whether its
@@ -46,7 +46,7 @@ class SharedEnd:
     made: int = 0  # batches of this rank
     passed: int = 0  # of them, and repeated ones
     has_ended: bool = False  # this rank has no more of its own
-    counts: Counts = field(default_factory=Counts)
+    counts: RankCounts = field(default_factory=RankCounts)
     is_agreed: bool = False  # all ranks know the end
 
     def has_news(self) -> bool:

@@ -23,7 +23,7 @@ from typing import Any, TypeAlias
 
 from aioloader._base.raising import usable
 from aioloader._base.warnings import warn
-from aioloader._order.ranks import Deal
+from aioloader._order.ranks import ReaderAssignment
 from aioloader.errors import StateMismatchError
 
 State: TypeAlias = dict[str, Any]
@@ -110,7 +110,7 @@ def _spell(value: Any, add: Callable[[str], object]) -> None:
             add(str(index(value)))
 
 
-def part_of(state: State, deal: Deal) -> State:
+def part_of(state: State, deal: ReaderAssignment) -> State:
     """Return the part of a state that one rank needs.
 
     Raises:

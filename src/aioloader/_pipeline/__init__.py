@@ -5,7 +5,7 @@
     consumer ─BatchTask─▶ Pipeline ─▶ Lanes ─▶ CpuThread ─▶ ReadyQueue ─▶ consumer
                                 event loop   plain code   ordered, bounded
 
-``plain`` and ``inline`` make batches where ``next`` is called, ``ahead_feed`` is the
-consumer's side of a ``pipeline``; ``host`` owns the threads and loops; ``batch_maker``
-holds the user's functions.
+``plain`` and ``inline`` make batches where ``next`` is called. ``ahead_feed`` is the
+consumer's side of a ``pipeline``, ``runner`` owns the threads and loops, and
+``batch_maker`` holds the user's functions.
 """

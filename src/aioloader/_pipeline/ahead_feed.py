@@ -5,21 +5,20 @@ import contextlib
 import sys
 import threading
 import time
-from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from time import perf_counter
 from typing import Any, Final, NoReturn
 
+from aioloader._base.cancellation import in_thread
 from aioloader._base.cpu_threads import CpuThread, stack_of
-from aioloader._base.outlast import in_thread
 from aioloader._base.retry import last_error
 from aioloader._base.warnings import warn
 from aioloader._order.epoch import Epoch
-from aioloader._pipeline.batch_task import MISSING, BatchResult, BatchTask
-from aioloader._pipeline.host import GRACE, wait_released, wait_released_async
+from aioloader._pipeline.batch_task import MISSING, BatchResult, BatchTask, Window
 from aioloader._pipeline.pipeline import Pipeline
 from aioloader._pipeline.plain import INTERRUPTS, NOTHING, TURN, Feed
+from aioloader._pipeline.runner import GRACE, wait_released, wait_released_async
 from aioloader.errors import BatchTimeoutError, LoaderClosedError
 from aioloader.protocols import Kind
 
@@ -30,21 +29,6 @@ def refuse_blocking() -> NoReturn:
         "loop='caller' hosts coroutines on the loop that iterates, and a plain `for` "
         "would block it: use `async for`, or loop='thread'"
     )
-
-
-@dataclass(eq=False, repr=False)
-class Window:
-    """How many batches may be in flight."""
-
-    # Their number; with ``samples``, the number on top of those being read.
-    batches: int
-    # How many samples to have in flight, whatever the batch sizes; 0: only batches
-    # count.
-    samples: int = 0
-    is_lazy: bool = False  # whether a batch only starts while its consumer waits for it
-    # Whether more may be in flight if they are made fast: what is made in ``HOP``.
-    runs: bool = False
-    most: int = sys.maxsize  # upper limit on batches in flight
 
 
 class AheadFeed(Feed):
@@ -107,7 +91,7 @@ class AheadFeed(Feed):
                 self.close()
                 self.epoch.judge()
                 raise StopIteration
-            if self.pipeline.host.is_on_loop():
+            if self.pipeline.runner.is_on_loop():
                 refuse_blocking()
             began = perf_counter()
             came = self._results.wait(self._limit())
@@ -128,7 +112,7 @@ class AheadFeed(Feed):
             if self.pipeline.pool is None and not self.epoch.draws_long(self._next):
                 self.open()
             else:  # in the thread: it waits for workers, or draws a long permutation
-                cpu = self.pipeline.host.cpu
+                cpu = self.pipeline.runner.cpu
                 begin = partial(self.pipeline.context.copy().run, self.open)
                 # If the thread has ended, the pipeline has failed or was closed.
                 with contextlib.suppress(LoaderClosedError):
@@ -140,7 +124,7 @@ class AheadFeed(Feed):
                 await self.aclose()
                 self.epoch.judge()
                 raise StopAsyncIteration
-            self.pipeline.host.check_loop()
+            self.pipeline.runner.check_loop()
             began = perf_counter()
             came = await self._results.wait_async(self._limit())
             self._turn = perf_counter()
@@ -239,7 +223,7 @@ class AheadFeed(Feed):
 
     def _take(self) -> Any:
         """Return a ready batch, or ``NOTHING``; raise its error if it failed."""
-        if self.pipeline.host.is_foreign():
+        if self.pipeline.runner.is_foreign():
             raise RuntimeError(
                 "an iterator does not survive a fork; make a new one in the child"
             )
@@ -329,7 +313,7 @@ class AheadFeed(Feed):
         self.dismiss()
         pipeline = self.pipeline
         try:
-            wait_released(pipeline.host, pipeline.ended, pipeline)
+            wait_released(pipeline.runner, pipeline.ended, pipeline)
         finally:
             if pipeline.ended.is_set():
                 pipeline.drop_pool()
@@ -338,7 +322,7 @@ class AheadFeed(Feed):
         self.dismiss()
         pipeline = self.pipeline
         try:
-            await wait_released_async(pipeline.host, pipeline.ended, pipeline)
+            await wait_released_async(pipeline.runner, pipeline.ended, pipeline)
         finally:
             if pipeline.ended.is_set():
                 pipeline.drop_pool()
@@ -346,11 +330,11 @@ class AheadFeed(Feed):
     def abandon(self) -> None:
         """End the pipeline in the background; before Python's exit, wait for it."""
         pipeline = self.pipeline
-        host = pipeline.host
+        runner = pipeline.runner
         if threading.main_thread().is_alive():
             pipeline.abandon()
             return
-        if pipeline.ended.is_set() or host.is_foreign():  # a child has no threads
+        if pipeline.ended.is_set() or runner.is_foreign():  # a child has no threads
             return
         pipeline.dismiss()
         # The main thread has ended: the interpreter is exiting, and our threads must
@@ -362,8 +346,8 @@ class AheadFeed(Feed):
                 ResourceWarning,
             )
         pipeline.ended.wait(GRACE)
-        if host.is_left() and host.closed.wait(GRACE):
-            host.join()
+        if runner.is_left() and runner.closed.wait(GRACE):
+            runner.join()
         if pipeline.stage is not None:
             pipeline.stage.join()
         if pipeline.pool is not None and not pipeline.pool.pumps:
@@ -429,7 +413,7 @@ def _progress(pipeline: Pipeline, task: BatchTask) -> list[str]:
         "transform": maker.transforms_async,
         "collate": maker.collates_async,
     }
-    stack = stack_of(pipeline.host.cpu.ident())
+    stack = stack_of(pipeline.runner.cpu.ident())
     if stack and not is_on_loop.get(stage):
         found.append(f"the loader's thread is at:\n{stack}")
     return found

@@ -193,7 +193,7 @@ _EACH = 8  # the first batches, all of which are measured
 _EVERY = 4  # later, every fourth is measured
 
 
-class Held:
+class BytesInFlight:
     """How many batches fit into a number of bytes, by the sizes of recent ones."""
 
     def __init__(self, most: int) -> None:

@@ -8,14 +8,14 @@ from collections.abc import Coroutine, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from aioloader._base.awaitables import close_coroutines, resolved
-from aioloader._base.blocks import Bad, failed
+from aioloader._base.blocks import FailedSample, failed
 from aioloader._base.forks import fork_safe
 from aioloader._base.raising import ends_task, raisable
 from aioloader._base.waiting import LOOK_UP
 from aioloader.errors import LoaderClosedError
 
 if TYPE_CHECKING:
-    from aioloader._pipeline.host import LoopHost
+    from aioloader._pipeline.runner import LoopRunner
 
 T = TypeVar("T")
 _CLOSED = "the iterator was closed; make a new one"
@@ -65,7 +65,7 @@ class SideLoop:
 
     def __init__(self, loop: asyncio.AbstractEventLoop | None = None) -> None:
         self._loop = loop
-        self._host: LoopHost | None = None  # of a loop in a thread
+        self._runner: LoopRunner | None = None  # of a loop in a thread
         self._waited: set[concurrent.futures.Future[list[Any]]] = set()
         self._lock = fork_safe(threading.RLock())  # a finalizer may need it too
         self.is_closed: bool = False
@@ -73,7 +73,7 @@ class SideLoop:
     def resolve(self, values: Iterable[Any], limit: int) -> list[Any]:
         """Await all, at most ``limit`` at a time; block until the results are there.
 
-        A failed one is returned as ``Bad``.
+        A failed one is returned as ``FailedSample``.
 
         Raises:
             LoaderClosedError: If it is closed meanwhile: the awaiting is cancelled.
@@ -82,13 +82,13 @@ class SideLoop:
             if self.is_closed:
                 raise LoaderClosedError(_CLOSED)
             if self._loop is None:
-                from aioloader._pipeline.host import LoopHost
+                from aioloader._pipeline.runner import LoopRunner
 
-                self._host = host = LoopHost()
-                host.start()
-                self._loop = host.loop
-            if self._host is not None:
-                self._host.allow(limit)
+                self._runner = runner = LoopRunner()
+                runner.start()
+                self._loop = runner.loop
+            if self._runner is not None:
+                self._runner.allow(limit)
             gathered = _gathered(values, limit)
             future = asyncio.run_coroutine_threadsafe(gathered, self._loop)
             self._waited.add(future)
@@ -105,7 +105,7 @@ class SideLoop:
     def wait_for(self, value: Any) -> Any:
         """Await ``value``; block until the result is there, or raise its error."""
         (found,) = self.resolve([value], 1)
-        if type(found) is Bad:
+        if type(found) is FailedSample:
             raise found.error
         return found
 
@@ -115,9 +115,9 @@ class SideLoop:
             self.is_closed = True
             for future in list(self._waited):
                 future.cancel()
-            host, self._host = self._host, None
-            if host is not None:
-                host.release()
+            runner, self._runner = self._runner, None
+            if runner is not None:
+                runner.release()
 
 
 async def _gathered(values: Iterable[Any], limit: int) -> list[Any]:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 import torch
 
 from aioloader._base.awaitables import close_coroutines, holds_awaitables, resolved
-from aioloader._base.blocks import Bad
+from aioloader._base.blocks import FailedSample
 from aioloader._base.failures import SKIP, Failure, FailurePolicy, OnError, noted
 from aioloader._base.raising import STOPS, ends_task, raisable, saved_state, usable
 from aioloader._base.records import spent, thread_clocks
@@ -29,10 +29,10 @@ from aioloader._collate.collate import (
     collates_quickly,
     default_collate,
 )
-from aioloader._collate.gather import Rows, gatherable
+from aioloader._collate.gather import UnreadSamples, gatherable
 from aioloader._order.epoch import UNDER_WAY
 from aioloader._order.indices import IndexBatch
-from aioloader._order.ranks import WHOLE, Part
+from aioloader._order.ranks import WHOLE, RankPart
 from aioloader._pipeline.awaiting import (
     SideLoop,
     refuse_coroutines,
@@ -40,8 +40,8 @@ from aioloader._pipeline.awaiting import (
     user_error,
 )
 from aioloader._pipeline.batch_task import MISSING, BatchResult, BatchTask, place_of
-from aioloader._pipeline.position import Loads
-from aioloader._transport.slots import Lease, SlotPool
+from aioloader._pipeline.position import StateLoads
+from aioloader._transport.slots import Allocator, SlotPool
 from aioloader.errors import FailureBudgetError
 from aioloader.protocols import (
     Kind,
@@ -54,20 +54,20 @@ from aioloader.protocols import (
 )
 
 if TYPE_CHECKING:
-    from aioloader._pipeline.lanes import Lanes
+    from aioloader._pipeline.fetchers import FetcherPool
 
 _NOTHING: Final = nullcontext()
 # What raises in each stage, for errors.
 _DATASET: Final = "the dataset"
 _WHAT: Final = {"fetch": _DATASET, "collate": "collate_fn"}
 # Maps a batch's number and the position of its first sample to a ``BatchTask``'s keys.
-Keys: TypeAlias = Callable[[int, int], tuple[int, tuple[int, int, int] | None]]
+SampleKeys: TypeAlias = Callable[[int, int], tuple[int, tuple[int, int, int] | None]]
 # Sleeps in a thread between two reads; None: coroutines read, on a loop.
 Pause: TypeAlias = Callable[[float], object]
 
 
 def _seeds_of(
-    keys: Keys, rank: int, reader: int, readers: int, number: int, whole: int
+    keys: SampleKeys, rank: int, reader: int, readers: int, number: int, whole: int
 ) -> tuple[int, tuple[int, int, int] | None]:
     """Return the keys of one of a reader's batches, of ``whole`` samples on all ranks.
 
@@ -92,7 +92,7 @@ class Recipe:
     concurrency: int = 64  # samples, or awaitables of plain code, in flight on one loop
     # Which samples of an iterable are this rank's, and whether batches come with a
     # mask.
-    part: Part = WHOLE
+    part: RankPart = WHOLE
     # Whether other ranks read the same batches: after an error this rank must stay in
     # step with them.
     keeps_step: bool = False
@@ -134,7 +134,7 @@ class BatchMaker(Recipe):
     epoch: int = 0
     reads_whole: bool = field(init=False)  # as in ``HasEpoch``
     # Lends memory for big batches.
-    lease: Lease = field(default_factory=lambda: SlotPool().lease)
+    lease: Allocator = field(default_factory=lambda: SlotPool().lease)
     # Entered while plain code works on a task, to seed the generators.
     around: Callable[[BatchTask], AbstractContextManager[Any]] = nullcontext
     # Seeds the generators again for a task whose user code restored them.
@@ -146,9 +146,9 @@ class BatchMaker(Recipe):
     # a whole batch (position -1).
     at: Callable[[BatchTask, int, int], None] | None = None
     # Returns the keys that generators are seeded with; None: no seeding.
-    keys: Keys | None = None
+    keys: SampleKeys | None = None
     # What an iterable dataset does with a loaded state.
-    loads: Loads = field(default_factory=Loads)
+    loads: StateLoads = field(default_factory=StateLoads)
     side_loop: SideLoop = field(default_factory=SideLoop, init=False)
     # The state that the dataset loads before the first read, if there is one: batches
     # that were read ahead for an iteration before may have changed it since the load.
@@ -179,7 +179,7 @@ class BatchMaker(Recipe):
         if tensors is None:
             self.get_batch = batch_getter(self.dataset)
         else:
-            self.get_batch = partial(Rows, tensors)
+            self.get_batch = partial(UnreadSamples, tensors)
 
     def begin(self, epoch: int, dataset_epoch: tuple[int, int | None]) -> None:
         """Work for this epoch from now on, in a worker; tell its copy of the dataset.
@@ -200,7 +200,7 @@ class BatchMaker(Recipe):
             task.key, task.sample_keys = self.keys(number, first)
         return task
 
-    def seeds(self, reader: int = 0, readers: int = 1) -> Keys | None:
+    def seeds(self, reader: int = 0, readers: int = 1) -> SampleKeys | None:
         """Return the keys of a reader's batches, if there are any."""
         if self.keys is None:
             return None
@@ -283,7 +283,7 @@ class BatchMaker(Recipe):
             if holds_awaitables(task.samples):  # of a plain ``__getitem__``
                 awaited = self.side_loop.resolve(task.samples, self.concurrency)
                 for position, found in enumerate(awaited):
-                    if type(found) is Bad:
+                    if type(found) is FailedSample:
                         again = self._again(task, position, pause, found.error)
                         found = run_now(again)  # noqa: PLW2901
                     task.samples[position] = found
@@ -406,15 +406,15 @@ class BatchMaker(Recipe):
     async def amake(
         self,
         task: BatchTask,
-        lanes: "Lanes",
+        fetchers: "FetcherPool",
         call: Callable[[Callable[[], Any]], Awaitable[Any]],
         read: Callable[[BatchTask], object] | None,
     ) -> BatchResult | None:
-        """Make one batch on this loop: coroutines in ``lanes``, plain code elsewhere.
+        """Make one batch on this loop: ``fetchers`` run coroutines, threads plain code.
 
         Args:
             task: The batch; its reads and transforms come before those of later ones.
-            lanes: Run them.
+            fetchers: Run them.
             call: Awaits plain code in a thread.
             read: Reads its samples there; None if coroutines do, or if they are there.
 
@@ -424,12 +424,12 @@ class BatchMaker(Recipe):
         try:
             is_each = False  # transformed, each after its read
             if self.reads_async:
-                is_each = await self._aread(task, lanes)
+                is_each = await self._aread(task, fetchers)
             elif read is not None:
                 task.result = await call(partial(self.fetch, task, read))
             if task.result is None and self.transforms_async and not is_each:
                 task.stage = "transform"
-                jobs = await lanes.run(task, self._transform, len(task.samples))
+                jobs = await fetchers.run(task, self._transform, len(task.samples))
                 task.started, task.busy = jobs.began, task.busy + jobs.busy
             if task.result is not None or not self.collates_async:
                 return task.result
@@ -441,19 +441,21 @@ class BatchMaker(Recipe):
                 raise
             return BatchResult(error=error)
 
-    async def _aread(self, task: BatchTask, lanes: "Lanes") -> bool:
+    async def _aread(self, task: BatchTask, fetchers: "FetcherPool") -> bool:
         """Read the samples of ``task``; tell whether one by one."""
         self.policy.begin(len(task.indices))
         if self.begins:
             self._begin(task)
         if self.get_batch is not None:
-            jobs = await lanes.run(task, lambda task, _: self._again(task, -1, None), 1)
+            jobs = await fetchers.run(
+                task, lambda task, _: self._again(task, -1, None), 1
+            )
             task.began, task.read = jobs.began, perf_counter()
             if jobs.found is not MISSING:
                 task.samples = jobs.found
                 return False
         task.samples = [MISSING] * len(task.indices)
-        jobs = await lanes.run(task, self._fetch, len(task.indices))
+        jobs = await fetchers.run(task, self._fetch, len(task.indices))
         task.began, task.read = task.began or jobs.began, perf_counter()
         task.busy = jobs.busy
         return True

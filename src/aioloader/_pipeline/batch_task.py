@@ -1,11 +1,12 @@
 """The unit of work: one batch on its way from indices to tensors."""
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from aioloader._base.machine import RunTimes
-from aioloader._base.records import NOT_MADE, Made
+from aioloader._base.records import NOT_MADE, BatchTimes
 
 MISSING: Final = object()
 """Placeholder for a sample still being read."""
@@ -29,8 +30,8 @@ class BatchResult:
     # Of a stateful map-style dataset: the worker whose copy made it (0 for this
     # process), and the state of that copy after it.
     dataset: tuple[int, Any] | None = field(default=None, init=False)
-    made: Made = field(default=NOT_MADE, init=False)  # when, for the records
-    lane: int = field(default=0, init=False)  # by which worker
+    made: BatchTimes = field(default=NOT_MADE, init=False)  # when, for the records
+    worker: int = field(default=0, init=False)  # by which worker
     size: int = field(default=0, init=False)  # how many samples it has
 
 
@@ -51,13 +52,15 @@ class BatchTask:
     # What follows stays in the class unless it is set: ``"fetch"``, ``"transform"``,
     # ``"collate"`` or ``"pool"``.
     stage: str = field(default="fetch", init=False)
-    turn: int = field(default=0, init=False)  # of its first job in the lanes of a loop
+    turn: int = field(
+        default=0, init=False
+    )  # of its first job in the fetchers of a loop
     result: BatchResult | None = field(default=None, init=False)  # once it is known
     missing: int = field(default=0, init=False)  # samples skipped, or after the end
     failures: Sequence[Any] = field(default=(), init=False)  # skipped, or replaced
     extra: int = field(default=0, init=False)  # tried by a stream beyond ``indices``
     state: Any = field(default=None, init=False)  # as in ``BatchResult``
-    # Until ``spent``: as in ``Made``.
+    # Until ``spent``: as in ``BatchTimes``.
     began = read = started = transformed = collated = busy = 0.0
     spent: RunTimes = field(default=_NOTHING, init=False)  # of processors, and waits
     again: bool = field(default=False, init=False)  # padding: a stream's beginning
@@ -66,7 +69,7 @@ class BatchTask:
     def size(self) -> int:
         return len(self.indices) - self.missing
 
-    def made(self) -> Made:
+    def made(self) -> BatchTimes:
         """Return when it was made, as far as it is."""
         # Not started: there was nothing to transform.
         started = self.started or self.transformed
@@ -85,3 +88,18 @@ def place_of(stage: str, epoch: int, batch: int, indices: Any) -> str:
     """Return the error note for a stage that processes whole batches."""
     place = f"in stage {stage!r} of epoch {epoch}, batch {batch}"
     return f"{place}, sample indices {shorten(indices)}"
+
+
+@dataclass(eq=False, repr=False)
+class Window:
+    """How many batches may be in flight."""
+
+    # Their number; with ``samples``, the number on top of those being read.
+    batches: int
+    # How many samples to have in flight, whatever the batch sizes; 0: only batches
+    # count.
+    samples: int = 0
+    is_lazy: bool = False  # whether a batch only starts while its consumer waits for it
+    # Whether more may be in flight if they are made fast: what is made in ``HOP``.
+    runs: bool = False
+    most: int = sys.maxsize  # upper limit on batches in flight

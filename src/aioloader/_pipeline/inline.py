@@ -10,9 +10,9 @@ from aioloader._base.records import is_clocked
 from aioloader._order.epoch import UNDER_WAY, Epoch
 from aioloader._order.indices import IndexBatch
 from aioloader._pipeline.batch_maker import BatchMaker
-from aioloader._pipeline.host import CallerHost, Host
 from aioloader._pipeline.plain import Feed
-from aioloader._pipeline.stream import Stream
+from aioloader._pipeline.runner import CallerRunner, Runner
+from aioloader._pipeline.stream import StreamBatcher
 from aioloader.protocols import Kind
 
 if TYPE_CHECKING:
@@ -22,25 +22,25 @@ if TYPE_CHECKING:
 class InlineFeed(Feed):
     """Make one batch at a time in the caller's thread, with all that is not async.
 
-    It owns a lease on ``host``, which enters the lifespan.
+    It owns a lease on ``runner``, which enters the lifespan.
     """
 
-    def __init__(self, epoch: Epoch, maker: BatchMaker, host: Host | None) -> None:
+    def __init__(self, epoch: Epoch, maker: BatchMaker, runner: Runner | None) -> None:
         super().__init__(epoch)
         self._maker = maker
-        self._host = host
-        self._stream: Stream | None = None
+        self._runner = runner
+        self._stream: StreamBatcher | None = None
         self._read: Callable[[BatchTask], None] = maker.read
         if maker.kind is Kind.ITERABLE:
             resume = epoch.bookmark.states.get(0)
-            self._stream = Stream(maker, resume=resume, keys=maker.seeds())
+            self._stream = StreamBatcher(maker, resume=resume, keys=maker.seeds())
             self._read = self._stream.pull
-        if isinstance(host, CallerHost):
+        if isinstance(runner, CallerRunner):
             try:
-                host.open()
+                runner.open()
             except BaseException as error:  # raised by the first step
-                host.release()
-                self._host, self._requests = None, _failing(error)
+                runner.release()
+                self._runner, self._requests = None, _failing(error)
 
     def next(self) -> Any:
         asked = began = perf_counter()
@@ -67,9 +67,9 @@ class InlineFeed(Feed):
             if self._stream is not None:
                 self._stream.close()
         finally:
-            host, self._host = self._host, None
-            if host is not None:
-                host.release()
+            runner, self._runner = self._runner, None
+            if runner is not None:
+                runner.release()
 
 
 class GatherFeed(Feed):

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn
 from torch.autograd import profiler
 from typing_extensions import TypeVar
 
+from aioloader._base.cancellation import in_thread
 from aioloader._base.cpu_threads import CpuThread
 from aioloader._base.forks import are_imported, fork_safe, import_modules
-from aioloader._base.outlast import in_thread
 from aioloader._base.waiting import require_asyncio, running_loop
 from aioloader._base.warnings import warn
 from aioloader._pipeline.plain import NOTHING
@@ -60,7 +60,7 @@ class BatchIterator(OneIteration, Generic[Batch]):
 
     def __init__(
         self,
-        steps: "Steps",
+        steps: "IteratorCore",
         length: Callable[[], int],
         base_seed: int | None = None,
         *,
@@ -153,11 +153,11 @@ class BatchIterator(OneIteration, Generic[Batch]):
 
 
 @dataclass(eq=False, repr=False)
-class Steps:
+class IteratorCore:
     """What an iterator does, apart from it so that no frame of a step holds it."""
 
     # Makes the feed, once. It is given this object, by which it claims a loaded state.
-    prepare: "Callable[[Steps], Feed] | None"
+    prepare: "Callable[[IteratorCore], Feed] | None"
     start: "Callable[[Feed], None]"  # called when the first batch is requested
     # The modules that it needs. Importing them takes tens of milliseconds, for which no
     # consumer's loop is blocked.

@@ -13,8 +13,8 @@ from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from functools import partial
 from typing import Any, TypeAlias
 
+from aioloader._base.cancellation import in_thread
 from aioloader._base.failures import noted
-from aioloader._base.outlast import in_thread
 from aioloader._base.raising import ends_task, raisable
 from aioloader._base.waiting import context_elsewhere
 from aioloader.protocols import (

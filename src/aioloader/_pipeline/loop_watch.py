@@ -56,7 +56,7 @@ _PACKAGE = str(Path(__file__).parents[1])
 _LOG = logging.getLogger("aioloader")
 
 
-class Counts(NamedTuple):
+class WatchCounts(NamedTuple):
     """What a watch has counted."""
 
     timers: int = 0  # how many timers were due, including missed ones
@@ -71,7 +71,7 @@ class LoopWatch:
 
     def __init__(self, *, is_callers: bool) -> None:
         self.is_callers = is_callers
-        self.counts: Counts = Counts()  # what was counted so far
+        self.counts: WatchCounts = WatchCounts()  # what was counted so far
         self.due: float = 0.0  # when the timer is due, by ``time.monotonic``
         self.thread: int = 0  # the thread that runs the loop
         self.native: int = 0  # the same, as the kernel numbers it
@@ -109,7 +109,7 @@ class LoopWatch:
                 self._timer.cancel()
                 self._timer = None
 
-    def lag(self, since: Counts) -> LoopLag | None:
+    def lag(self, since: WatchCounts) -> LoopLag | None:
         """Return how the loop was blocked; None if this is not yet measured."""
         counts = self.counts  # before lateness: the loop's thread may add to both
         timers, late, times, watched, busy = map(operator.sub, counts, since)
@@ -176,7 +176,7 @@ class LoopWatch:
             self._late_at.append((now, self._free))
             self._held += seconds - spent.delayed
             self._computed += spent.cpu
-        self.counts = Counts(
+        self.counts = WatchCounts(
             timers + counted,
             late + counted * is_late,
             times + is_late,

@@ -1,7 +1,7 @@
-"""One iteration on its host: takes requests, makes batches, closes.
+"""One iteration on its runner: takes requests, makes batches, closes.
 
-Coroutines are awaited on the host's loop; plain code runs in the host's thread; worker
-pools make whole batches, or transform and collate samples that were read here.
+Coroutines are awaited on the runner's loop; plain code runs in the runner's thread;
+worker pools make whole batches, or transform and collate samples that were read here.
 """
 
 import abc
@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from aioloader._base.cancellation import in_thread
 from aioloader._base.failures import Failure
-from aioloader._base.outlast import in_thread
 from aioloader._base.raising import ends_task
 from aioloader._base.records import COUNTERS, NOT_MADE, Counters, Pace
 from aioloader._base.waiting import (
@@ -26,14 +26,14 @@ from aioloader._base.waiting import (
     context_elsewhere,
     running_loop,
 )
-from aioloader._order.epoch import BEGINNING, UNDER_WAY, Bookmark
+from aioloader._order.epoch import BEGINNING, UNDER_WAY, EpochPosition
 from aioloader._pipeline.awaiting import SideLoop
 from aioloader._pipeline.batch_maker import BatchMaker
 from aioloader._pipeline.batch_task import BatchResult, BatchTask
-from aioloader._pipeline.host import Host
-from aioloader._pipeline.lanes import RESERVE, Lanes, Tune
+from aioloader._pipeline.fetchers import RESERVE, FetcherPool, Tune
 from aioloader._pipeline.ready import ReadyQueue
-from aioloader._pipeline.stream import Stream
+from aioloader._pipeline.runner import Runner
+from aioloader._pipeline.stream import StreamBatcher
 from aioloader.errors import LoaderClosedError
 from aioloader.protocols import Kind
 
@@ -90,18 +90,18 @@ class Pool(abc.ABC):
 
 @dataclass(eq=False, repr=False)
 class Pipeline:
-    """The stages of one iteration, on their host.
+    """The stages of one iteration, on their runner.
 
     It holds no reference to the iterator that feeds it, so that the iterator can be
     collected; the iterator's finalizer then dismisses the pipeline.
     """
 
     maker: BatchMaker
-    host: Host  # where it runs; the pipeline owns one lease from the start
+    runner: Runner  # where it runs; the pipeline owns one lease from the start
     _: KW_ONLY
     # Where the consumer takes results from; in a worker, ``sink`` gets them.
     ready: ReadyQueue = field(default_factory=partial(ReadyQueue, in_order=False))
-    bookmark: Bookmark = BEGINNING  # where the epoch is resumed
+    bookmark: EpochPosition = BEGINNING  # where the epoch is resumed
     # The workers that make batches, or transform and collate what was read here; None
     # if all of that is done here.
     pool: Pool | None = None
@@ -114,9 +114,14 @@ class Pipeline:
     counters: Counters | None = None
 
     def __post_init__(self) -> None:
-        maker, host, pool, bookmark = self.maker, self.host, self.pool, self.bookmark
-        if host.loop is not None:
-            maker.side_loop = SideLoop(host.loop)
+        maker, runner, pool, bookmark = (
+            self.maker,
+            self.runner,
+            self.pool,
+            self.bookmark,
+        )
+        if runner.loop is not None:
+            maker.side_loop = SideLoop(runner.loop)
         # A worker's pipelines have one maker: the next one replaces its loop.
         self._side_loop: SideLoop = maker.side_loop
         self.stage: Any = None  # what then moves batches to the device: a ``Staged``
@@ -136,7 +141,7 @@ class Pipeline:
         self._is_dismissed = self._is_abandoned = False
         self._no_more_pauses = Latch()
         self._closing = asyncio.Event()
-        self._lanes: Lanes | None = None
+        self._fetchers: FetcherPool | None = None
         # On their way to the loop, and whether a call that takes them is scheduled.
         self._arriving: deque[BatchTask] = deque()
         self._is_called = False
@@ -148,17 +153,17 @@ class Pipeline:
         self._to_pull: deque[BatchTask] = deque()  # of an async stream
         self._has_pulls: asyncio.Event = asyncio.Event()
         self._will_announce = False
-        self._stream: Stream | None = None
-        self._async_stream: Stream | None = None
+        self._stream: StreamBatcher | None = None
+        self._async_stream: StreamBatcher | None = None
         # Plain code sees the context variables of its consumer.
         self.context: contextvars.Context = context_elsewhere()
         self.context.run(UNDER_WAY.set, maker)
         resume = bookmark.states.get(0)
         if maker.kind is Kind.ITERABLE:
-            self._stream = Stream(maker, resume=resume, keys=maker.seeds())
+            self._stream = StreamBatcher(maker, resume=resume, keys=maker.seeds())
         elif maker.kind is Kind.ASYNC_ITERABLE and self.reads_here:
-            self._async_stream = Stream(maker, resume=resume)
-        host.admit(self)
+            self._async_stream = StreamBatcher(maker, resume=resume)
+        runner.admit(self)
 
     # -- for the consumer ---------------------------------------------------------
 
@@ -183,19 +188,19 @@ class Pipeline:
             self._in_thread(*tasks)
         else:
             self._arriving.extend(tasks)
-            if self._lanes is not None and running_loop() is self.host.loop:
+            if self._fetchers is not None and running_loop() is self.runner.loop:
                 self._arrive()
             elif not self._is_called:  # one call serves all tasks until it runs
                 self._is_called = True
-                assert self.host.loop is not None
-                if not call_threadsafe(self.host.loop, self._arrive):
+                assert self.runner.loop is not None
+                if not call_threadsafe(self.runner.loop, self._arrive):
                     text = "the event loop of the loader is closed; iterate again"
                     self.fail(LoaderClosedError(text))
 
     def read_ahead(self) -> None:
         """Read past the first batch: the consumer has asked for more."""
-        if self._timer is not None and self.host.loop is not None:
-            call_threadsafe(self.host.loop, self._end_head_start)
+        if self._timer is not None and self.runner.loop is not None:
+            call_threadsafe(self.runner.loop, self._end_head_start)
 
     def dismiss(self) -> None:
         """Start ending, from any thread or finalizer; sets ``ended`` when done."""
@@ -204,7 +209,7 @@ class Pipeline:
             self._no_more_pauses.set()
             self._side_loop.close()
             self.ready.close()
-            self.host.dismiss(self)
+            self.runner.dismiss(self)
             if self.stage is not None:
                 self.stage.stop()
             self._is_dismissed = True  # last: an interrupt may come before
@@ -218,42 +223,42 @@ class Pipeline:
         self._is_abandoned = True
         self.dismiss()
 
-    # -- for the host -------------------------------------------------------------
+    # -- for the runner -------------------------------------------------------------
 
     async def main(self) -> None:
-        """Host the lanes and the reader of a stream, until dismissed."""
+        """Host the fetchers and the reader of a stream, until dismissed."""
         counters, loop = self.counters, asyncio.get_running_loop()
-        COUNTERS.set(counters)  # the tasks of the lanes have this context
+        COUNTERS.set(counters)  # the tasks of the fetchers have this context
         try:
             tune = None if self.tuner is None else self._tune(self.tuner)
-            lanes = Lanes(self.maker.concurrency, tune)
+            fetchers = FetcherPool(self.maker.concurrency, tune)
             with contextlib.ExitStack() as watching:
                 if counters is not None:
-                    counters.alone = lanes.alone
+                    counters.alone = fetchers.alone
                     begun = time.monotonic(), watching
                     timer = loop.call_later(_UNWATCHED, self._watch, *begun)
                     watching.callback(timer.cancel)
                 try:
-                    self._lanes = lanes
+                    self._fetchers = fetchers
                     if self._async_stream is not None:
-                        reader = self._read_stream(self._async_stream, lanes)
-                        lanes.spawn(reader, "aioloader stream")
+                        reader = self._read_stream(self._async_stream, fetchers)
+                        fetchers.spawn(reader, "aioloader stream")
                     if self._has_head_start:
-                        lanes.reserve = 0
+                        fetchers.reserve = 0
                     self._arrive()
                     await self._closing.wait()
                 finally:
-                    self._lanes = None
+                    self._fetchers = None
                     self._end_head_start()
                     self._arriving.clear()
-                    await lanes.aclose()
+                    await fetchers.aclose()
         except BaseException as error:  # raised by the iterator's close or next step
             self._break(error)
         finally:
             # Its loop may have ended before its iterator.
             self.release_workers(LoaderClosedError(_CLOSED))
             if self._stream is not None:
-                self.host.cpu.post(self._close_stream)
+                self.runner.cpu.post(self._close_stream)
 
     def most_concurrency(self) -> int:
         """Return how many samples may be read at a time."""
@@ -275,7 +280,7 @@ class Pipeline:
 
         assert self.counters is not None
         loop = asyncio.get_running_loop()
-        watch = watch_of(loop, is_callers=self.host.is_callers)
+        watch = watch_of(loop, is_callers=self.runner.is_callers)
         self.counters.lag = partial(watch.lag, watch.counts)
         watching.enter_context(watch.reading(since, self.counters))
 
@@ -289,7 +294,7 @@ class Pipeline:
             self.fail(error)
 
     def end(self) -> None:
-        """Release everything this pipeline holds; runs on the host's thread.
+        """Release everything this pipeline holds; runs on the runner's thread.
 
         ``main`` ends if it was started.
         """
@@ -297,8 +302,8 @@ class Pipeline:
         self._arriving.clear()
         pool = self.pool
         self._release_pool()
-        if self.host.loop is None:
-            if self.host.lifespan and pool is not None and pool.reads:
+        if self.runner.loop is None:
+            if self.runner.lifespan and pool is not None and pool.reads:
                 try:
                     pool.join()  # before leaving the lifespan
                 except BaseException as error:  # raised where it is closed
@@ -324,7 +329,7 @@ class Pipeline:
     def drop_pool(self) -> None:
         """Drop the reference to workers that have ended or that nobody will join."""
         self.pool = None
-        self.ready.pump = None
+        self.ready.result_reader = None
 
     def join(self) -> bool:
         """Wait, bounded, until the stage and the pool's workers have ended."""
@@ -343,7 +348,7 @@ class Pipeline:
                 self.deliver(task, BatchResult(error=error))
         self.under_way.clear()
 
-    # -- in the host's thread, and in workers -----------------------------------------
+    # -- in the runner's thread, and in workers ---------------------------------------
 
     def make(self, task: BatchTask) -> BatchResult:
         """Make the rest of a batch in this thread; return errors."""
@@ -360,7 +365,7 @@ class Pipeline:
         self._to_make.extend(tasks)
         if not self._is_posted:  # one job serves all batches until it runs
             self._is_posted = True
-            self.host.cpu.post(partial(self.context.run, self._make_run))
+            self.runner.cpu.post(partial(self.context.run, self._make_run))
 
     def _make_run(self) -> None:
         """Make a run of batches, and announce them; other loaders get turns."""
@@ -378,8 +383,8 @@ class Pipeline:
             self.ready.announce()
 
     def _may_make(self) -> bool:
-        # The host is closing too if its lifespan could not be entered.
-        is_closing = self.is_closing or self.host.is_closing
+        # The runner is closing too if its lifespan could not be entered.
+        is_closing = self.is_closing or self.runner.is_closing
         return bool(self._to_make) and not is_closing
 
     def _work(self, task: BatchTask) -> None:
@@ -415,7 +420,7 @@ class Pipeline:
                 raise LoaderClosedError(_CLOSED)
             return self.context.run(job)
 
-        return await in_thread(work, executor=self.host.cpu, abandon_on_cancel=True)
+        return await in_thread(work, executor=self.runner.cpu, abandon_on_cancel=True)
 
     def pause(self, seconds: float) -> None:
         """Sleep in a thread between attempts.
@@ -431,7 +436,7 @@ class Pipeline:
             if self._stream is not None:
                 self._stream.close()
         except BaseException as error:  # raised where it is closed
-            self.host.exit_error = error
+            self.runner.exit_error = error
 
     # -- on the loop ------------------------------------------------------------------
 
@@ -442,10 +447,10 @@ class Pipeline:
             self._to_pull.append(self._arriving.popleft())
             self._has_pulls.set()
         while self._arriving and self._timer is None:
-            if self._lanes is None or self.is_closing:
+            if self._fetchers is None or self.is_closing:
                 break
             task = self._arriving.popleft()
-            self._lanes.spawn(self._amake(task, self._lanes), "aioloader batch")
+            self._fetchers.spawn(self._amake(task, self._fetchers), "aioloader batch")
             if self._has_head_start:
                 later = asyncio.get_running_loop().call_later
                 self._timer = later(_HEAD_START, self._end_head_start, _TURNS)
@@ -460,13 +465,13 @@ class Pipeline:
         if timer is not None:
             timer.cancel()
         self._has_head_start = False
-        if self._lanes is not None:
-            self._lanes.reserve = RESERVE
+        if self._fetchers is not None:
+            self._fetchers.reserve = RESERVE
         self._arrive()
 
-    async def _amake(self, task: BatchTask, lanes: Lanes) -> None:
+    async def _amake(self, task: BatchTask, fetchers: FetcherPool) -> None:
         read = self._read if self.reads_here and self._async_stream is None else None
-        self._go_on(task, await self.maker.amake(task, lanes, self._call, read))
+        self._go_on(task, await self.maker.amake(task, fetchers, self._call, read))
 
     def _go_on(
         self, task: BatchTask, result: BatchResult | None, *, wakes: bool = True
@@ -488,7 +493,7 @@ class Pipeline:
         else:
             self._in_thread(task)
 
-    async def _read_stream(self, stream: Stream, lanes: Lanes) -> None:
+    async def _read_stream(self, stream: StreamBatcher, fetchers: FetcherPool) -> None:
         """Open a stream, read it for one request after the other, and close it."""
         reader = asyncio.current_task()
         assert reader is not None
@@ -500,7 +505,9 @@ class Pipeline:
                     # comes only once.
                     while not reader.cancelling():
                         await self._has_pulls.wait()
-                        await self._pull_run(stream, lanes, reader, is_plain=is_plain)
+                        await self._pull_run(
+                            stream, fetchers, reader, is_plain=is_plain
+                        )
                 while reader.cancelling():  # it may await as it closes
                     reader.uncancel()
         except BaseException as error:  # of closing it
@@ -510,8 +517,8 @@ class Pipeline:
 
     async def _pull_run(
         self,
-        stream: Stream,
-        lanes: Lanes,
+        stream: StreamBatcher,
+        fetchers: FetcherPool,
         reader: "asyncio.Task[Any]",
         *,
         is_plain: bool,
@@ -528,7 +535,7 @@ class Pipeline:
             if is_plain or task.result is not None:
                 self._go_on(task, task.result, wakes=False)
             else:
-                lanes.spawn(self._amake(task, lanes), "aioloader batch")
+                fetchers.spawn(self._amake(task, fetchers), "aioloader batch")
             now, count = time.perf_counter(), count + 1
             if now - began > HOP:
                 self.note_pace(now - began, count)
@@ -543,7 +550,7 @@ class Pipeline:
         self._will_announce = False
         self.ready.announce()
 
-    async def _pull(self, stream: Stream, task: BatchTask, waiting: int) -> None:
+    async def _pull(self, stream: StreamBatcher, task: BatchTask, waiting: int) -> None:
         if not self._will_announce:  # what is there, as soon as the reader waits
             self._will_announce = True
             asyncio.get_running_loop().call_soon(self._announce)

@@ -16,7 +16,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any, Final
 
 from aioloader._base.awaitables import close_coroutines, holds_awaitables
-from aioloader._base.blocks import Bad
+from aioloader._base.blocks import FailedSample
 from aioloader._base.failures import Failure, noted
 from aioloader._base.forks import fork_safe
 from aioloader._base.raising import raisable
@@ -36,7 +36,7 @@ from aioloader._transport.slots import SlotPool
 from aioloader.errors import LoaderClosedError
 
 if TYPE_CHECKING:
-    from aioloader._order.orders import Turns
+    from aioloader._order.orders import ReaderTurns
     from aioloader._pipeline.batch_task import BatchResult
 
 INTERRUPTS = KeyboardInterrupt, SystemExit
@@ -65,7 +65,7 @@ class Feed(abc.ABC):
         self._drawing: Future[list[IndexBatch]] | None = None  # what a thread draws
         # Of streams: batches that are not delivered again, the order of their readers.
         self._dropped: frozenset[int] = epoch.dropped
-        self._turns: Turns | None = epoch.turns
+        self._turns: ReaderTurns | None = epoch.turns
 
     def poll(self) -> Any:
         """Return the next batch, if there is nothing to wait for; else ``NOTHING``."""
@@ -155,7 +155,7 @@ class Feed(abc.ABC):
         elif result.is_empty or not is_wanted:
             progress.take(number, state)
         else:
-            record = number, asked, taken, result.lane, result.size, result.made
+            record = number, asked, taken, result.worker, result.size, result.made
             drawn, self._drawn = self._drawn, 0.0
             self._deliver(result.batch, state, (*record, drawn))
             return True
@@ -272,7 +272,7 @@ class PlainFeed(Feed):
             self._side_loop = SideLoop()
         found = self._side_loop.resolve(samples, self._concurrency)
         for position, sample in enumerate(found):
-            if type(sample) is Bad:
+            if type(sample) is FailedSample:
                 del samples[position:]  # the error names the next one
                 raise sample.error
         return found

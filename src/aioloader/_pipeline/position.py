@@ -22,7 +22,7 @@ StreamState: TypeAlias = dict[str, Any]
 STATES = ("dataset", "iterator")
 
 
-class Loads:
+class StateLoads:
     """What a dataset does with a loaded state; one per dataset and process.
 
     It may start every later epoch from it too, as Hugging Face's do. Then the state
@@ -95,7 +95,7 @@ def _is_same(one: Any, other: Any) -> bool:
         return False
 
 
-class Position:
+class StreamPosition:
     """The position of one stream that is being read.
 
     Args:
@@ -110,7 +110,9 @@ class Position:
         owes: Samples of the epoch before, if this one resumes at its start.
     """
 
-    def __init__(self, dataset: Any, resume: StreamState | None, loads: Loads) -> None:
+    def __init__(
+        self, dataset: Any, resume: StreamState | None, loads: StateLoads
+    ) -> None:
         self._dataset = dataset
         self.is_own = isinstance(dataset, OwnStream)
         self._loads = loads

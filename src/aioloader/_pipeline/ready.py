@@ -26,7 +26,7 @@ from aioloader.errors import LoaderClosedError
 _NAP = 0.004  # seconds
 
 
-class Pump:
+class ResultReader:
     """Workers whose results the consumer reads while it waits."""
 
     def descriptors(self) -> Sequence[int]:
@@ -47,7 +47,7 @@ class ReadyQueue(Waiters):
         self, *, in_order: bool, start: int = 0, without: frozenset[int] = frozenset()
     ) -> None:
         super().__init__()
-        self.pump: Pump | None = None
+        self.result_reader: ResultReader | None = None
         self._in_order = in_order
         self._next = start
         self._without = without
@@ -56,11 +56,11 @@ class ReadyQueue(Waiters):
         self._broken: BaseException | None = None
         self._is_over = False  # every wait ends
         self._is_closed = False
-        # Whether results come quickly, several in a run. To wake up for each would cost
-        # more than making it: then the consumer naps first, and looks up by itself,
-        # because the next one of the run may take long.
+        # Whether results come quickly, several in a run. A wake-up for each would cost
+        # more than making it, so the consumer coalesces them: it sleeps briefly, then
+        # looks by itself, because the next result of the run may take long.
         self.is_quick = False
-        self._naps = False
+        self._coalesces = False
 
     def _is_true(self) -> bool:
         return bool(self._items) or self._is_over
@@ -82,7 +82,7 @@ class ReadyQueue(Waiters):
                     if self._next not in self._without:
                         self._items.append((self._next, self._early.pop(self._next)))
                     self._next += 1
-        if wakes or not self._naps:
+        if wakes or not self._coalesces:
             self.announce()
 
     def announce(self) -> None:
@@ -106,7 +106,7 @@ class ReadyQueue(Waiters):
         Raises:
             BaseException: The error given to ``fail``, when nothing is left.
         """
-        if self.pump is not None and not self._items:
+        if self.result_reader is not None and not self._items:
             self.collect()
         try:
             return self._items.popleft()
@@ -149,34 +149,34 @@ class ReadyQueue(Waiters):
         """Return how many results wait for an earlier one."""
         return len(self._early)
 
-    # Frames of a traceback may hold this queue for long, but must not hold the pump.
+    # Frames of a traceback may hold this queue for long, but not the result reader.
 
     def descriptors(self) -> Sequence[int]:
         """Return what is readable when ``collect`` has work."""
-        pump = self.pump
-        return () if pump is None else pump.descriptors()
+        result_reader = self.result_reader
+        return () if result_reader is None else result_reader.descriptors()
 
     def collect(self) -> None:
         """Read and deliver the results that have arrived."""
-        pump = self.pump
-        if pump is not None:
-            pump.collect()
+        result_reader = self.result_reader
+        if result_reader is not None:
+            result_reader.collect()
 
     def wait(self, timeout: float | None = None) -> bool:
-        if self.pump is None:
+        if self.result_reader is None:
             return self._nap(timeout) or super().wait(timeout)
         with contextlib.closing(_Bell()) as bell:
             if not self._enter(bell.ring):
                 return True
             try:
-                is_true = self._pump_until(bell.fileno, timeout)
+                is_true = self._poll_until(bell.fileno, timeout)
             except BaseException:
                 self._leave(bell.ring)
                 raise
             return not self._leave(bell.ring) or is_true
 
-    def _pump_until(self, bell: int, timeout: float | None) -> bool:
-        """Poll the pump and the bell; return False after ``timeout`` seconds."""
+    def _poll_until(self, bell: int, timeout: float | None) -> bool:
+        """Poll results and the bell; return False after ``timeout`` seconds."""
         left = math.inf if timeout is None else max(0.0, timeout)
         until = time.monotonic() + left
         while True:
@@ -192,40 +192,40 @@ class ReadyQueue(Waiters):
                 return False
 
     def wait_async(self, timeout: float | None = None) -> Coroutine[Any, Any, bool]:
-        if self.pump is not None:
+        if self.result_reader is not None:
             return self._watch(timeout)
-        naps = self._may_nap(timeout)
-        return self._nap_async(timeout) if naps else super().wait_async(timeout)
+        coalesces = self._may_nap(timeout)
+        return self._nap_async(timeout) if coalesces else super().wait_async(timeout)
 
     def _nap(self, timeout: float | None) -> bool:
         if not self._may_nap(timeout):
             return False
-        self._naps = True
+        self._coalesces = True
         try:
             return super().wait(_NAP)
         finally:
-            self._naps = False
+            self._coalesces = False
 
     def _may_nap(self, timeout: float | None) -> bool:
         return self.is_quick and (timeout is None or timeout > _NAP)
 
     async def _nap_async(self, timeout: float | None) -> bool:
-        self._naps = True
+        self._coalesces = True
         try:
             if await super().wait_async(_NAP):
                 return True
         finally:
-            self._naps = False
+            self._coalesces = False
         return await super().wait_async(timeout)
 
     async def _watch(self, timeout: float | None) -> bool:
-        """Suspend while the loop watches the pump."""
+        """Suspend while the loop watches the result_reader."""
         with _Watch(asyncio.get_running_loop(), self):
             return await super().wait_async(timeout)
 
 
 class _Watch:
-    """A loop's readers of a pump, while a task waits there."""
+    """A loop's readers of a result_reader, while a task waits there."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, queue: ReadyQueue) -> None:
         self._loop = loop
@@ -252,7 +252,7 @@ class _Watch:
     def _look(self) -> None:
         self._queue.collect()
         if self._copies and self._queue.descriptors() != self._watched:
-            self.__exit__()  # a part of the pump was replaced
+            self.__exit__()  # a part of the result_reader was replaced
             self.__enter__()
 
 

@@ -19,8 +19,8 @@ import torch
 from torch.utils.data import ChainDataset, get_worker_info
 
 from aioloader._base.blocks import (
-    Bad,
     Block,
+    FailedSample,
     SameErrors,
     failed,
     join,
@@ -28,18 +28,18 @@ from aioloader._base.blocks import (
     read_block_async,
 )
 from aioloader._base.failures import SKIP, noted
-from aioloader._base.raising import STOPS, Carried, ends_task, raisable
+from aioloader._base.raising import STOPS, WrappedExit, ends_task, raisable
 from aioloader._collate.collate import default_collate
 from aioloader._pipeline.awaiting import run_now
-from aioloader._pipeline.batch_maker import BatchMaker, Keys
+from aioloader._pipeline.batch_maker import BatchMaker, SampleKeys
 from aioloader._pipeline.batch_task import MISSING, BatchResult, BatchTask
-from aioloader._pipeline.position import Position, StreamState
+from aioloader._pipeline.position import StreamPosition, StreamState
 from aioloader.errors import DatasetError, ShardChangedError
 from aioloader.protocols import BlockIterator, HasLifespan, Kind, OwnStream, has_aiter
 
 
 @dataclass(eq=False, repr=False)
-class Stream:
+class StreamBatcher:
     """Reads the batches of one stream: ranks, last batches, failures, resuming, state.
 
     It is opened, read and closed in one task, or in one thread.
@@ -49,15 +49,15 @@ class Stream:
     _: KW_ONLY
     resume: InitVar[StreamState | None] = None  # where to start; None: at the beginning
     # Seeds of the batches that are read again to resume; None: no seeds.
-    keys: Keys | None = None
+    keys: SampleKeys | None = None
 
     def __post_init__(self, resume: StreamState | None) -> None:
         maker = self.maker
         # If not, the global generators are seeded while it is read.
         self._is_async = maker.kind is Kind.ASYNC_ITERABLE
-        self._position = Position(maker.dataset, resume, maker.loads)
+        self._position = StreamPosition(maker.dataset, resume, maker.loads)
         self._rank, self._ranks = maker.part.rank, maker.part.world_size
-        self._source: _Source | None = None
+        self._source: _BlockSource | None = None
         self._stack = AsyncExitStack()  # closes the iterator
         self._has_ended = False
         self._owed = 0  # positions of a failed batch that other ranks still read
@@ -89,7 +89,7 @@ class Stream:
                 taken.append(task)
         return taken
 
-    def _usual_source(self, task: BatchTask) -> "_Source | None":
+    def _usual_source(self, task: BatchTask) -> "_BlockSource | None":
         """Return the source, unless samples may be repeated or another rank's."""
         source = self._source
         if source is None or source.refills or self._is_padded or self._ranks > 1:
@@ -141,7 +141,7 @@ class Stream:
             task.state = self._position.state(has_ended=self._has_ended)
             if self._source is not None and self._source.refills:
                 task.state |= self._source.repeated()
-        except (*STOPS, Carried) as error:
+        except (*STOPS, WrappedExit) as error:
             if self._is_async and ends_task(error):
                 raise
             # No variable may hold it: its traceback has this frame.
@@ -213,7 +213,7 @@ class Stream:
         kept: torch.Tensor | None = None,
         *,
         is_sure: bool = False,
-    ) -> "_Source":
+    ) -> "_BlockSource":
         """Open the dataset and its iterator where this epoch starts.
 
         Torch's generator is then at ``kept``, if given. Unless the dataset's state
@@ -233,7 +233,7 @@ class Stream:
         position.load_iterator(iterator)
         if task.number:
             self._reseed(task)
-        source = _Source(
+        source = _BlockSource(
             iterator, len(task.indices), position.again, is_async=self._is_async
         )
         source.is_bare = not (source.is_own or position.has_parts())
@@ -265,7 +265,7 @@ class Stream:
         while dropped < places and not self._has_ended:
             block, more, self._has_ended = await source.read(places - dropped)
             dropped += more
-            if len(block) and type(block[-1]) is Bad:
+            if len(block) and type(block[-1]) is FailedSample:
                 if self._has_ended:
                     raise block[-1].error
                 dropped -= source.leaves_out  # it has no position
@@ -280,7 +280,7 @@ class Stream:
         block, places, self._has_ended = await self._source.read(left, more)
         count = len(block)
         bad = block[-1] if count and isinstance(block, list) else None
-        if type(bad) is Bad:
+        if type(bad) is FailedSample:
             block = block[:-1]
         if len(block):
             self._has_good = True
@@ -290,7 +290,7 @@ class Stream:
                 if block:
                     self._latest_mine = block[-1]
             task.samples = join([task.samples, block]) if len(task.samples) else block
-        if type(bad) is not Bad:
+        if type(bad) is not FailedSample:
             return places
         if self._has_ended:  # skipping it would silently end the epoch early
             raise self._noted(bad.error, task)
@@ -396,7 +396,7 @@ class Stream:
             task.result = BatchResult(is_end=True)
 
 
-class _Source:
+class _BlockSource:
     """The blocks of an iterator: plain, async, or that of one of aioloader's streams.
 
     Reading a plain one never suspends.
@@ -436,27 +436,33 @@ class _Source:
         block, has_ended = await self._pull(min(count, self._most), 0)
         is_list = isinstance(block, list)
         is_whole = len(block) == count and not has_ended
-        if not is_whole or (is_list and Bad in set(map(type, block))):
+        if not is_whole or (is_list and FailedSample in set(map(type, block))):
             self.rest = block, has_ended
             return None
         return block
 
     async def read(self, limit: int, more: int = 0) -> tuple[Block, int, bool]:
-        """Read a block, of which only the last sample may be ``Bad``.
+        """Read a block, of which only the last sample may be ``FailedSample``.
 
         So many ``more`` samples may be read with it, for ``take``.
 
         Returns:
             The block; how many positions of the stream it takes, which are more than
             samples if several readers take turns and some of them have ended; whether
-            there is no more. With a ``Bad``, its error has then ended the stream, so no
-            policy can skip it.
+            the stream has ended. If it ended with a ``FailedSample``, that error ended
+            it, and no policy can skip the error.
         """
         limit = min(limit, self._most)
         block, has_ended = self.rest or await self._pull(limit, more)
         self.rest = None
-        if self.is_own and isinstance(block, list) and Bad in set(map(type, block)):
-            stop = 1 + next(k for k, one in enumerate(block) if type(one) is Bad)
+        if (
+            self.is_own
+            and isinstance(block, list)
+            and FailedSample in set(map(type, block))
+        ):
+            stop = 1 + next(
+                k for k, one in enumerate(block) if type(one) is FailedSample
+            )
             if stop < len(block):
                 self.rest, has_ended = (block[stop:], has_ended), False
                 block = block[:stop]
@@ -500,7 +506,7 @@ class _Source:
                 self._start, self._has_repeated = None, False
                 continue
             if isinstance(block, list):
-                block = [sample for sample in block if type(sample) is not Bad]
+                block = [sample for sample in block if type(sample) is not FailedSample]
             self._has_repeated |= len(block) > 0
             parts.append(block)
             count -= len(block)

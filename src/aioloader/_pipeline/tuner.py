@@ -9,11 +9,12 @@ import time
 from collections.abc import Sized
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from aioloader._base.machine import memory_left
-from aioloader._base.records import Counters, Setting
-from aioloader._pipeline.autotune import Controller, Held, Observation
+from aioloader._base.records import Counters, RecordedSettings
+from aioloader._pipeline.autotune import BytesInFlight, Controller, Observation
+from aioloader._pipeline.batch_task import Window
 
 # A setting is measured over half as many reads as are in flight, but at least over this
 # many reads and seconds.
@@ -31,7 +32,8 @@ class Tuning:
     """What a loader has found out in all its epochs."""
 
     controllers: dict[str, Controller] = field(default_factory=dict)  # by argument name
-    held: Held = field(default_factory=partial(Held, 0))  # the sizes of batches
+    # The sizes of batches.
+    held: BytesInFlight = field(default_factory=partial(BytesInFlight, 0))
     deaths: int = 0  # worker deaths seen so far
     observed: object = None  # the latest iteration whose speed was
 
@@ -42,7 +44,7 @@ class Tuning:
             found = self.controllers[name] = Controller(name, start, least, most)
         return found
 
-    def tuned(self, setting: Setting) -> Setting:
+    def tuned(self, setting: RecordedSettings) -> RecordedSettings:
         """Return how a loader is set up now that started with ``setting``."""
         chosen = {
             name: one.value
@@ -75,9 +77,6 @@ class Tuning:
             rate = (len(records) - 1) / seconds
             failures = min(1.0, died / controller.value)
             controller.observe(Observation(rate, waited / seconds, failures=failures))
-
-
-Window = TypeVar("Window", bound=Any)  # that of ``ahead_feed``
 
 
 @dataclass

@@ -59,7 +59,7 @@ class InFlight(NamedTuple):
 
 
 @dataclass(eq=False, repr=False)
-class _Slot:
+class _SlotEntry:
     ref: SlotRef
     memory: mmap.mmap
     offset: int
@@ -137,7 +137,7 @@ class ArenaWriter(_Side):
 
     def __init__(self, descriptor: int | None = None) -> None:
         super().__init__(descriptor)
-        self._slots: list[_Slot] = []
+        self._slots: list[_SlotEntry] = []
         self._locked: set[int] = set()
         self._count = 0
         self._end = _PAGE
@@ -170,11 +170,11 @@ class ArenaWriter(_Side):
             slot.view = weakref.ref(view)
             return slot.ref, view
 
-    def _is_free(self, slot: _Slot) -> bool:
+    def _is_free(self, slot: _SlotEntry) -> bool:
         state = self._states[slot.ref.number]
         return state in {_FREE, _LOCKED} and slot.view() is None
 
-    def _add(self, nbytes: int) -> _Slot:
+    def _add(self, nbytes: int) -> _SlotEntry:
         self._drop_smaller(nbytes)
         size = rounded(nbytes)
         if size >= _BIG and size > (left := memory_left()):
@@ -192,7 +192,7 @@ class ArenaWriter(_Side):
             raise _too_large(size, memory_left(), f" ({error})") from error
         for offset in range(0, number * size, size):
             ref = SlotRef(self._count, self._end, size)
-            self._slots.append(_Slot(ref, memory, offset))
+            self._slots.append(_SlotEntry(ref, memory, offset))
             self._count += 1
             self._end += size
         return self._slots[-number]

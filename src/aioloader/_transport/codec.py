@@ -23,8 +23,8 @@ from typing import Any, TypeAlias
 
 Reducers: TypeAlias = Mapping[type, Callable[[Any], Any]]
 Buffers: TypeAlias = list[pickle.PickleBuffer]
-Place: TypeAlias = tuple[int, int]  # first byte, and size
-Copies: TypeAlias = list[tuple[int, memoryview]]  # to which first byte
+Extent: TypeAlias = tuple[int, int]  # first byte, and size
+PendingCopies: TypeAlias = list[tuple[int, memoryview]]  # to which first byte
 
 # Of values that go to the loader's own workers, in memory, and into no other pickle.
 ONLY_TO_WORKERS: dict[type, Callable[[Any], Any]] = {}
@@ -189,7 +189,7 @@ def decode(header: bytes | memoryview, buffers: Sequence[Any] = ()) -> Any:
 
 def lay_out(
     raws: Sequence[memoryview], addresses: Sequence[int], at: int
-) -> tuple[list[Place], Copies, int]:
+) -> tuple[list[Extent], PendingCopies, int]:
     """Lay buffers out from byte ``at`` on; those that share memory stay together.
 
     Tensors may be views of the same memory, such as the inputs and targets of a
@@ -204,8 +204,8 @@ def lay_out(
     Returns:
         The place of each, what to copy in that order, and the first byte after all.
     """
-    places: list[Place] = [(0, 0)] * len(raws)
-    copies: Copies = []
+    places: list[Extent] = [(0, 0)] * len(raws)
+    copies: PendingCopies = []
     start = first = last = 0  # of a block of memory: its place, its addresses
     for k in sorted(range(len(raws)), key=addresses.__getitem__):
         raw, address, nbytes = raws[k], addresses[k], raws[k].nbytes
@@ -225,7 +225,7 @@ def lay_out(
     return places, copies, aligned(at)
 
 
-def do_overlap(spans: Sequence[Place]) -> bool:
+def do_overlap(spans: Sequence[Extent]) -> bool:
     """Tell whether any two spans of memory overlap."""
     last = 0
     for address, nbytes in sorted(spans):

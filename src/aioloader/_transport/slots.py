@@ -29,7 +29,7 @@ class Slot(np.ndarray[Any, np.dtype[np.uint8]]):
 
 
 # Returns a writable buffer of so many bytes, owned by the code that holds it.
-Lease: TypeAlias = Callable[[int], Any]
+Allocator: TypeAlias = Callable[[int], Any]
 # Page-locks whole pages for a device: from an address on, so many bytes, in any thread.
 # Returns what unlocks them, which is safe in finalizers; None if they are not locked.
 Locker: TypeAlias = Callable[[int, int], Callable[[], object] | None]

@@ -28,7 +28,7 @@ from aioloader._pipeline.pipeline import Pipeline, Pool
 from aioloader._transport.codec import Buffers, decode
 from aioloader._workers.info import worker_thread
 from aioloader._workers.remote_tasks import (
-    Packed,
+    PackedTask,
     deliver,
     maker_of,
     open_request,
@@ -51,7 +51,7 @@ class ExecutorWorkers(Pool):
         self._executor = executor
         self._is_here = isinstance(executor, ThreadPoolExecutor)
         self._spec = spec
-        self._packed_spec: Packed | None = None
+        self._packed_spec: PackedTask | None = None
         self._name = uuid.uuid4().hex
         self._is_over = False
         self._first = itertools.count()
@@ -91,11 +91,11 @@ class ExecutorWorkers(Pool):
         with worker_thread(number, spec.num_workers, spec.base_seed, dataset):
             # Two threads cannot be in one context at once.
             result = pipeline.context.copy().run(pipeline.make, task)
-        result.lane = number
+        result.worker = number
         return result
 
     def _send(
-        self, pipeline: Pipeline, task: BatchTask, packed_spec: Packed | None
+        self, pipeline: Pipeline, task: BatchTask, packed_spec: PackedTask | None
     ) -> None:
         request = _packed(*pack_request(pipeline, task))
         self._call(pipeline, task, _make_remotely, self._name, packed_spec, request)
@@ -104,7 +104,7 @@ class ExecutorWorkers(Pool):
         self,
         pipeline: Pipeline,
         task: BatchTask,
-        make: Callable[..., BatchResult | Packed | None],
+        make: Callable[..., BatchResult | PackedTask | None],
         *args: Any,
     ) -> None:
         future = self._executor.submit(make, *args)
@@ -136,8 +136,8 @@ class ExecutorWorkers(Pool):
 
 
 def _make_remotely(
-    name: str, packed_spec: Packed | None, request: Packed
-) -> Packed | None:
+    name: str, packed_spec: PackedTask | None, request: PackedTask
+) -> PackedTask | None:
     """Make a batch in an executor's worker; None if it lacks the spec."""
     maker = _MAKERS.get(name)
     if maker is None:
@@ -158,6 +158,6 @@ def _make_remotely(
     return _packed(*pack_answer(maker, task, result, -1))
 
 
-def _packed(header: bytes, buffers: Buffers) -> Packed:
+def _packed(header: bytes, buffers: Buffers) -> PackedTask:
     """Return a pickle with its buffers as bytes, which every executor can send."""
     return header, [bytes(buffer.raw()) for buffer in buffers]

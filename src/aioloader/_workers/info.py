@@ -12,7 +12,12 @@ from torch.utils.data._utils import worker as torch_worker
 from aioloader._base.failures import noted
 from aioloader._base.raising import raisable
 from aioloader._pipeline.batch_task import BatchTask
-from aioloader._workers.rng import Keyed, key_of_sample, seed_batch, seed_sample
+from aioloader._workers.rng import (
+    BatchGenerators,
+    key_of_sample,
+    seed_batch,
+    seed_sample,
+)
 
 
 @dataclass(frozen=True)
@@ -32,7 +37,7 @@ class WorkerInfo:
     dataset: Any
 
     @property
-    def rng(self) -> Keyed:
+    def rng(self) -> BatchGenerators:
         """Generators (``torch``, ``numpy``, ``random``) of the current batch.
 
         Seeded per batch, the same in processes and threads; in coroutines, many of
@@ -42,16 +47,16 @@ class WorkerInfo:
         keyed = _KEYED.get()
         if keyed is not None:
             return keyed
-        rng: Keyed | None = getattr(_HERE, "rng", None)
+        rng: BatchGenerators | None = getattr(_HERE, "rng", None)
         if rng is None:
-            rng = _HERE.rng = Keyed(self.seed)
+            rng = _HERE.rng = BatchGenerators(self.seed)
         return rng
 
 
 # By worker thread: its ``info``, and ``rng``, the generators seeded for it.
 _HERE = threading.local()
 # Generators of the current batch: per thread, and in coroutines per task.
-_KEYED: ContextVar[Keyed | None] = ContextVar("aioloader_rng", default=None)
+_KEYED: ContextVar[BatchGenerators | None] = ContextVar("aioloader_rng", default=None)
 _NOTHING = nullcontext()
 # The info of a worker process, for all of its threads.
 _process: WorkerInfo | None = None
@@ -69,7 +74,7 @@ def get_worker_info() -> WorkerInfo | None:
 def use_batch_rng(task: BatchTask) -> AbstractContextManager[None]:
     """Set ``rng`` to the generators of a batch, in this thread or task."""
     if task.key is not None:
-        _KEYED.set(Keyed(task.key))
+        _KEYED.set(BatchGenerators(task.key))
     return _NOTHING
 
 
@@ -77,7 +82,7 @@ def use_sample_rng(task: BatchTask, position: int, stage: int) -> None:
     """Set ``rng`` to the generators of a sample, or of the batch (position -1)."""
     if task.key is not None:
         key = key_of_sample(task, position, stage) if position >= 0 else task.key
-        _KEYED.set(Keyed(key))
+        _KEYED.set(BatchGenerators(key))
 
 
 def seeded(task: BatchTask) -> AbstractContextManager[None]:

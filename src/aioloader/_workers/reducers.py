@@ -18,12 +18,12 @@ from torch.multiprocessing.reductions import reduce_tensor
 from aioloader._transport.codec import Reducers
 
 # The buffer of a tensor, its address and its size in bytes.
-Span: TypeAlias = tuple[pickle.PickleBuffer, int, int]
+BufferSpan: TypeAlias = tuple[pickle.PickleBuffer, int, int]
 # Called with the memory of each pickled tensor.
-Note: TypeAlias = Callable[[Span], object]
+NoteSpan: TypeAlias = Callable[[BufferSpan], object]
 
 
-def reducers(note: Note) -> Reducers:
+def reducers(note: NoteSpan) -> Reducers:
     """Return the reducers for one pickle, which call ``note`` for each tensor."""
     return {
         torch.Tensor: partial(_reduce, note),
@@ -31,7 +31,7 @@ def reducers(note: Note) -> Reducers:
     }
 
 
-def _reduce(note: Note, tensor: torch.Tensor) -> Any:
+def _reduce(note: NoteSpan, tensor: torch.Tensor) -> Any:
     """Reduce a plain tensor to its bytes, out of band."""
     try:
         array = tensor.numpy()
@@ -54,7 +54,7 @@ def _rebuild(buffer: Any, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
     return torch.from_numpy(np.ndarray(shape, dtype, buffer))
 
 
-def _reduce_rare(note: Note, tensor: torch.Tensor) -> Any:
+def _reduce_rare(note: NoteSpan, tensor: torch.Tensor) -> Any:
     if tensor.is_quantized:  # torch's workers lose its scales
         return _rebuild_quietly, tensor.__reduce_ex__(5)  # type: ignore[no-untyped-call]
     if tensor.requires_grad or tensor.is_nested or tensor.is_meta:
@@ -78,7 +78,7 @@ def _flipped(tensor: torch.Tensor, conj: bool, neg: bool) -> torch.Tensor:  # no
     return torch._neg_view(tensor) if neg else tensor  # noqa: SLF001
 
 
-def _noted(note: Note, octets: torch.Tensor) -> pickle.PickleBuffer:
+def _noted(note: NoteSpan, octets: torch.Tensor) -> pickle.PickleBuffer:
     buffer = pickle.PickleBuffer(octets.numpy())  # type: ignore[arg-type]
     note((buffer, octets.data_ptr(), octets.nbytes))
     return buffer
@@ -102,7 +102,7 @@ def _rebuild_quietly(rebuild: Callable[..., torch.Tensor], args: Any) -> torch.T
         return rebuild(*args)
 
 
-def _reduce_storage(note: Note, storage: torch.UntypedStorage) -> Any:
+def _reduce_storage(note: NoteSpan, storage: torch.UntypedStorage) -> Any:
     if storage.device.type != "cpu":
         return storage.__reduce__()  # type: ignore[no-untyped-call]
     if not storage.nbytes():  # torch cannot load what it makes of it

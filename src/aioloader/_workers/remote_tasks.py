@@ -16,12 +16,12 @@ import torch
 
 from aioloader._base.failures import Failure, FailurePolicy
 from aioloader._base.raising import STOPS, raisable
-from aioloader._base.records import Made
+from aioloader._base.records import BatchTimes
 from aioloader._pipeline.batch_maker import BatchMaker
 from aioloader._pipeline.batch_task import BatchResult, BatchTask
 from aioloader._pipeline.pipeline import Pipeline
 from aioloader._transport.codec import Buffers, decode, encode, encode_for_others
-from aioloader._transport.slots import MIN_BYTES, Lease
+from aioloader._transport.slots import MIN_BYTES, Allocator
 from aioloader._workers.reducers import REDUCERS
 from aioloader._workers.worker_spec import WorkerSpec
 from aioloader.errors import WorkerError
@@ -29,7 +29,7 @@ from aioloader.errors import WorkerError
 _MOST_TEXT = 20_000
 _NOTHING = contextlib.nullcontext()
 # The header of a pickle, and its buffers in whatever form they travel.
-Packed: TypeAlias = tuple[bytes, list[Any]]
+PackedTask: TypeAlias = tuple[bytes, list[Any]]
 
 
 def maker_of(spec: WorkerSpec, **options: Any) -> BatchMaker:
@@ -45,7 +45,7 @@ def pack_request(pipeline: Pipeline, task: BatchTask) -> tuple[bytes, Buffers]:
     return encode_for_others(values, REDUCERS)
 
 
-def open_request(maker: BatchMaker, request: Packed) -> BatchTask:
+def open_request(maker: BatchMaker, request: PackedTask) -> BatchTask:
     """Return the task of a request; set the maker to its epoch.
 
     If the dataset's ``set_epoch`` raises, the task has a result already.
@@ -59,12 +59,12 @@ def open_request(maker: BatchMaker, request: Packed) -> BatchTask:
     return task
 
 
-def copied(packed: Packed, lease: Lease) -> Packed:
+def copied(packed: PackedTask, lease: Allocator) -> PackedTask:
     """Return a pickle with its buffers in writable memory; ``lease`` lends it."""
     return packed[0], [_copied(buffer, lease) for buffer in packed[1]]
 
 
-def _copied(buffer: Any, lease: Lease) -> Any:
+def _copied(buffer: Any, lease: Allocator) -> Any:
     raw = memoryview(buffer).cast("B")
     if raw.nbytes < MIN_BYTES:
         return bytearray(raw)
@@ -73,7 +73,7 @@ def _copied(buffer: Any, lease: Lease) -> Any:
     return memoryview(memory)  # a numpy view would not keep its owner alive
 
 
-def of_both(task: BatchTask, made: Sequence[float]) -> Made:
+def of_both(task: BatchTask, made: Sequence[float]) -> BatchTimes:
     """Return when a batch was made, combining reads here with a worker's times."""
     began, read, started, transformed, collated, busy, *spent = made
     if not began:
@@ -82,7 +82,7 @@ def of_both(task: BatchTask, made: Sequence[float]) -> Made:
     return began, read, started, transformed, collated, busy, spent[0], spent[1]
 
 
-def _moved(made: Made, seconds: float) -> Made:
+def _moved(made: BatchTimes, seconds: float) -> BatchTimes:
     """Return the times by another clock; those that are not known stay 0."""
     began, read, started, transformed, collated = (
         at and at + seconds for at in made[:5]
@@ -117,7 +117,7 @@ def remote(
     result.failures = [
         replace(one, error=RemoteError.of(one.error, worker)) for one in task.failures
     ]
-    result.retries, result.lane = maker.policy.take_retries(), max(0, worker)
+    result.retries, result.worker = maker.policy.take_retries(), max(0, worker)
     return result
 
 
@@ -155,7 +155,9 @@ def unopened(error: Exception, worker: int) -> BatchResult:
     return BatchResult(error=problem)
 
 
-def deliver(pipeline: Pipeline, task: BatchTask, packed: Packed, worker: int) -> None:
+def deliver(
+    pipeline: Pipeline, task: BatchTask, packed: PackedTask, worker: int
+) -> None:
     try:
         is_inferring = torch.is_inference_mode_enabled()  # as in `unpack`
         with torch.inference_mode(mode=False) if is_inferring else _NOTHING:

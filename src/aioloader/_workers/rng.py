@@ -18,7 +18,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 import torch
 
-from aioloader._order.ranks import Part
+from aioloader._order.ranks import RankPart
 from aioloader._pipeline.batch_task import BatchTask
 
 Rng: TypeAlias = Literal["batch", "sample", "worker"]
@@ -33,7 +33,13 @@ def key_of(base_seed: int, *place: int) -> int:
 
 
 def keys_of(
-    base_seed: int, epoch: int, part: Part, number: int, first: int, *, by_sample: bool
+    base_seed: int,
+    epoch: int,
+    part: RankPart,
+    number: int,
+    first: int,
+    *,
+    by_sample: bool,
 ) -> tuple[int, tuple[int, int, int] | None]:
     """Return the key of a batch, and the base of its samples' keys or None.
 
@@ -77,7 +83,7 @@ def seed_all(key: int) -> None:
 
 
 @dataclass(eq=False, repr=False)
-class Keyed:
+class BatchGenerators:
     """Generators of one batch, for code that does not draw from the global ones."""
 
     key: int

@@ -29,7 +29,7 @@ _STORAGE: Any = torch.UntypedStorage
 _GENERAL = {"multiprocessing.reduction", "torch.multiprocessing.reductions"}
 
 
-class Received(NamedTuple):
+class ReceivedDescriptor(NamedTuple):
     """A descriptor of the loader, for the process that unpickles it."""
 
     number: int  # in the order of sending
@@ -42,7 +42,7 @@ class Received(NamedTuple):
 class _Child:
     """What ``multiprocessing`` asks for when it pickles for a child: descriptors."""
 
-    DupFd = Received
+    DupFd = ReceivedDescriptor
 
     def __init__(self) -> None:
         self.descriptors: list[int] = []
@@ -102,7 +102,7 @@ def _reduce_storage(storage: torch.UntypedStorage) -> Any:
     return _map_storage, (reduction.DupFd(descriptor), size)
 
 
-def _map_storage(received: Received, size: int) -> Any:
+def _map_storage(received: ReceivedDescriptor, size: int) -> Any:
     descriptor = received.detach()
     try:
         return _STORAGE._new_shared_fd_cpu(descriptor, size)  # noqa: SLF001  (as torch's reductions do)
@@ -115,7 +115,7 @@ def _reduce_arena(arena: Any) -> Any:
     return _map_arena, (arena.size, reduction.DupFd(arena.fd))
 
 
-def _map_arena(size: int, received: Received) -> Any:
+def _map_arena(size: int, received: ReceivedDescriptor) -> Any:
     descriptor = received.detach()
     arena = heap.Arena(size, descriptor)
     Finalize(arena, os.close, (descriptor,))

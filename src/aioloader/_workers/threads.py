@@ -72,7 +72,7 @@ class ThreadWorkers(Pool):
 
     def _serve(self, pipeline: Pipeline, worker: int) -> None:
         ident, dataset = threading.get_ident(), pipeline.maker.dataset
-        if self._over or pipeline.host.failure() is not None:
+        if self._over or pipeline.runner.failure() is not None:
             return
         try:
             with worker_thread(worker, self.number, self.base_seed, dataset):
@@ -80,7 +80,7 @@ class ThreadWorkers(Pool):
                 while (task := self._tasks.get()) is not None and not self._over:
                     self._in_flight[ident] = task, time.monotonic()
                     result = pipeline.make(task)
-                    result.lane = worker
+                    result.worker = worker
                     del self._in_flight[ident]
                     pipeline.deliver(task, result)
                     del task, result  # the consumer may drop it before the next comes

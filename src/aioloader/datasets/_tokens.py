@@ -35,7 +35,7 @@ Array: TypeAlias = np.ndarray[Any, Any]
 # The label that torch's ``cross_entropy`` ignores.
 IGNORED = -100
 # What makes tokens of each of several texts.
-Encode: TypeAlias = Callable[[list[str]], Any]
+EncodeTexts: TypeAlias = Callable[[list[str]], Any]
 _MAGIC, _VERSION = b"MMIDIDX\x00\x00", 1
 _HEAD = struct.Struct("<9sQBQQ")
 # Those of floats, 6 and 7, hold no tokens.
@@ -50,8 +50,8 @@ _AT_ONCE = 1 << 18
 # Documents of an index that are checked when the first of them is needed.
 _CHECKED_AT_ONCE = 256
 # Returns the version of a file, or raises a FileNotFoundError; returns some bytes.
-Look = Callable[[Address], Version]
-Read = Callable[[Address, int, int], bytes]
+VersionOf = Callable[[Address], Version]
+ReadRange = Callable[[Address, int, int], bytes]
 
 
 def samples_of(
@@ -159,7 +159,7 @@ def text_of(sample: Any, column: str | None) -> str:
     )
 
 
-def encoded(encode: Encode, texts: list[str]) -> list[Array]:
+def encoded(encode: EncodeTexts, texts: list[str]) -> list[Array]:
     """Return the tokens of each text.
 
     A TypeError if they are not integers in one dimension, a ValueError if there are
@@ -254,7 +254,7 @@ class Sidecar:
 
     @classmethod
     def beside(
-        cls, path: Address, version: Version, look: Look, read: Read
+        cls, path: Address, version: Version, look: VersionOf, read: ReadRange
     ) -> "Sidecar | None":
         """Return that of a finished file, if it has one, as ``loaded`` does."""
         location = _added(path, ".json")
@@ -305,7 +305,7 @@ class Index(NamedTuple):
         return self.firsts_at + 8 * self.entries
 
     @classmethod
-    def found(cls, address: Address, version: Version, read: Read) -> "Index":
+    def found(cls, address: Address, version: Version, read: ReadRange) -> "Index":
         """Return what the head says.
 
         A ValueError if the file is of another kind or version, or is cut.
@@ -335,7 +335,7 @@ class Index(NamedTuple):
             )
         return made
 
-    def check(self, read: Read, size: int) -> None:
+    def check(self, read: ReadRange, size: int) -> None:
         """Check that first and last sequence and document fit the size of the ``.bin``.
 
         ``read`` reads the index.
@@ -360,7 +360,7 @@ class Index(NamedTuple):
                 f"has {size:,}: copy or write both again"
             )
 
-    def _numbers(self, read: Read, form: str, at: int) -> tuple[int, ...]:
+    def _numbers(self, read: ReadRange, form: str, at: int) -> tuple[int, ...]:
         return struct.unpack(form, read(self.address, at, at + struct.calcsize(form)))
 
 
@@ -469,7 +469,12 @@ class TokenFile:
 
     @classmethod
     def found(
-        cls, path: Address, dtype: Any, eos: int | None, look: Look, read: Read
+        cls,
+        path: Address,
+        dtype: Any,
+        eos: int | None,
+        look: VersionOf,
+        read: ReadRange,
     ) -> "TokenFile":
         """Return the file of a path, which may be Megatron's without its ending.
 
@@ -525,7 +530,7 @@ def _added(address: Address, ending: str) -> Address:
     return sibling(address, lambda name: name + ending)
 
 
-def _looked(look: Look, address: Address) -> Version | None:
+def _looked(look: VersionOf, address: Address) -> Version | None:
     """Return the version of a file, or None; stores may refuse what is not there."""
     try:
         return look(address)

@@ -47,7 +47,7 @@ def from_arrow(
     pa = imported("pyarrow", "arrow", "from_arrow needs pyarrow")
     memory = "aioloader.datasets._arrow.memory"
     made = imported(memory, "arrow", "from_arrow needs pyarrow")
-    wanted = made.Wanted(columns, nulls, None, filters)
+    wanted = made.Projection(columns, nulls, None, filters)
     if isinstance(source, pa.RecordBatch):
         source = pa.Table.from_batches([source])
     if isinstance(source, pa.Table):

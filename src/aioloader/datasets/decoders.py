@@ -37,7 +37,7 @@ _JPEG, _PNG = b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n"
 # Offset of the bit depth in a PNG.
 _PNG_DEPTH = 24
 ByExtension: TypeAlias = Mapping[str, "str | Callable[[bytes], Any]"]
-Spec: TypeAlias = str | ByExtension | Callable[[str, bytes], Any]
+DecoderSpec: TypeAlias = str | ByExtension | Callable[[str, bytes], Any]
 
 
 class Picture:
@@ -222,7 +222,7 @@ class Decoder:
         {'__key__': 'a', 'cls': 7, 'bin': 3}
     """
 
-    def __init__(self, *specs: Spec) -> None:
+    def __init__(self, *specs: DecoderSpec) -> None:
         self.specs = specs
         self._named: dict[str, Callable[[bytes], Any]] = {}
         self._functions: list[Callable[[str, bytes], Any]] = []

@@ -18,7 +18,7 @@ from typing import Any, Self, SupportsIndex, TypeAlias
 
 from torch.utils.data import Dataset
 
-from aioloader._base.outlast import in_thread
+from aioloader._base.cancellation import in_thread
 from aioloader.datasets._checks import check_at_least, check_is, names_options
 from aioloader.datasets._stores.addresses import globbed, shown_address
 from aioloader.datasets._stores.failures import (
@@ -33,7 +33,7 @@ from aioloader.datasets.named import Named
 from aioloader.errors import DatasetError
 
 Outcome: TypeAlias = bytes | Exception
-Read: TypeAlias = tuple[str, "asyncio.Future[Outcome]"]
+PendingRead: TypeAlias = tuple[str, "asyncio.Future[Outcome]"]
 
 MAX_CHUNK = 64
 # Two milliseconds of reading outweigh a thread switch of 50 to 150 us. Then 20 to 64
@@ -59,7 +59,7 @@ class ReadBatcher:
     def __init__(self, num_threads: int) -> None:
         self.users = 0
         self._num_threads = self._free = num_threads
-        self._waiting: deque[Read] = deque()
+        self._waiting: deque[PendingRead] = deque()
         self._flush_is_due = False
         self._seconds_per_file = _CHUNK_SECONDS / 4
         self._pool: ThreadPoolExecutor | None = None
@@ -96,16 +96,16 @@ class ReadBatcher:
             self._reading.add(task)
             task.add_done_callback(self._reading.discard)
 
-    def _next_chunk(self) -> list[Read]:
+    def _next_chunk(self) -> list[PendingRead]:
         room = max(1, min(MAX_CHUNK, int(_CHUNK_SECONDS / self._seconds_per_file)))
-        chunk: list[Read] = []
+        chunk: list[PendingRead] = []
         while self._waiting and len(chunk) < room:
             path, future = self._waiting.popleft()
             if not future.done():
                 chunk.append((path, future))
         return chunk
 
-    async def _read(self, chunk: list[Read]) -> None:
+    async def _read(self, chunk: list[PendingRead]) -> None:
         if self.users and self._pool is None:
             self._pool = ThreadPoolExecutor(self._num_threads, "aioloader-files")
         paths = [path for path, _ in chunk]

@@ -21,12 +21,12 @@ from anyio.from_thread import start_blocking_portal
 from torch.utils.data import Dataset
 from typing_extensions import Buffer
 
-from aioloader._base.outlast import cancel, each, in_order, in_thread
+from aioloader._base.cancellation import cancel, each, in_order, in_thread
 from aioloader._order.shuffled_blocks import ShuffledBlocks
 from aioloader._order.stream_states import checksum
 from aioloader.datasets._checks import check_is, names_options, position_of
-from aioloader.datasets._indexed.local import LocalReads, Mapped
-from aioloader.datasets._indexed.reads import Reads
+from aioloader.datasets._indexed.local import LocalReads, MappedShards
+from aioloader.datasets._indexed.reads import RemoteReads
 from aioloader.datasets._stores.addresses import (
     Address,
     sealed,
@@ -35,17 +35,22 @@ from aioloader.datasets._stores.addresses import (
 )
 from aioloader.datasets._stores.failures import Version
 from aioloader.datasets._stores.per_loop import LoopDataset, PerLoop
-from aioloader.datasets._stores.places import Places
+from aioloader.datasets._stores.storage import Storage
 from aioloader.datasets._stores.unpack import unpacker_of
 from aioloader.datasets._streams.edges import (
     Edges,
-    Growing,
+    EdgesBuilder,
+    IndexPack,
     Numbers,
-    Pack,
     index_name,
     read_pack,
 )
-from aioloader.datasets._streams.engine import ByteFormat, Kind, sample_of, scanned
+from aioloader.datasets._streams.engine import (
+    ByteFormat,
+    ByteFormatSpec,
+    sample_of,
+    scanned,
+)
 from aioloader.datasets._streams.shards import names_of, summary_of
 from aioloader.datasets._write.sinks import make_sink
 from aioloader.datasets.sharded import StoredStream
@@ -56,12 +61,12 @@ _SCAN_BYTES = 4 << 20
 # Larger samples are made in a thread.
 _LARGE = 1 << 20
 # Called with the number of shards that are indexed, and of all.
-Progress: TypeAlias = Callable[[int, int], object]
+OnProgress: TypeAlias = Callable[[int, int], object]
 
 
 # The addresses of shards, where their samples are, how those are made, and what makes
 # them if all are local.
-Found: TypeAlias = tuple[list[Address], Edges, list[Kind], Any]
+FoundShards: TypeAlias = tuple[list[Address], Edges, list[ByteFormatSpec], Any]
 
 
 class IndexedDataset(Dataset[Coroutine[Any, Any, Any]], LoopDataset):
@@ -113,7 +118,7 @@ class IndexedDataset(Dataset[Coroutine[Any, Any, Any]], LoopDataset):
         stream: StoredStream[Any],
         *,
         pack: "str | os.PathLike[str] | None" = None,
-        scan: bool | Progress = False,
+        scan: bool | OnProgress = False,
     ) -> None:
         with start_blocking_portal() as portal:
             found = portal.call(_find, stream, pack, scan)
@@ -126,7 +131,7 @@ class IndexedDataset(Dataset[Coroutine[Any, Any, Any]], LoopDataset):
         stream: StoredStream[Any],
         *,
         pack: "str | os.PathLike[str] | None" = None,
-        scan: bool | Progress = False,
+        scan: bool | OnProgress = False,
     ) -> Self:
         """Find the samples without blocking the event loop, and return their dataset.
 
@@ -137,12 +142,12 @@ class IndexedDataset(Dataset[Coroutine[Any, Any, Any]], LoopDataset):
         self._set(stream, found)
         return self
 
-    def _set(self, stream: StoredStream[Any], found: Found) -> None:
-        self._stream, places = stream, stream.made_by.places
+    def _set(self, stream: StoredStream[Any], found: FoundShards) -> None:
+        self._stream, storage = stream, stream.made_by.storage
         self._addresses, self._edges, self._kinds, self._local = found
         self._known: dict[str, Any] = {}
-        self._labels = [*map(places.label, self._addresses)]
-        make: Any = partial(Reads, places, self._addresses, self._edges)
+        self._labels = [*map(storage.label, self._addresses)]
+        make: Any = partial(RemoteReads, storage, self._addresses, self._edges)
         if self._local is not None:
             make = partial(LocalReads, self._local)
         self._readers: PerLoop[Any] = PerLoop(make)
@@ -230,7 +235,7 @@ class IndexedDataset(Dataset[Coroutine[Any, Any, Any]], LoopDataset):
                 version_of = self._readers.here().version
                 versions = await each(version_of, range(len(edges.counts)))
             edges = Edges(edges.counts, edges.numbers, versions)
-        packed = Pack(names_of(self._addresses), edges, kind_of(self._stream))
+        packed = IndexPack(names_of(self._addresses), edges, kind_of(self._stream))
         await write(self._stream, pack, await in_thread(packed.contents))
 
     def fingerprint(self) -> dict[str, Any]:
@@ -258,7 +263,7 @@ class IndexedDataset(Dataset[Coroutine[Any, Any, Any]], LoopDataset):
 # -- finding the samples -----------------------------------------------------------
 
 
-async def _find(stream: Any, pack: Any, scan: bool | Progress) -> Found:  # noqa: FBT001
+async def _find(stream: Any, pack: Any, scan: bool | OnProgress) -> FoundShards:  # noqa: FBT001
     made_by = checked(stream)
     is_arrow = not isinstance(made_by, ByteFormat)
     if (pack is not None) + bool(scan) + is_arrow > 1:
@@ -273,27 +278,27 @@ async def _find(stream: Any, pack: Any, scan: bool | Progress) -> Found:  # noqa
 
             files, edges = await single_rows(made_by, shards)
             addresses = [file.address for file in files for _ in file.counts]
-            return addresses, edges, [], SingleRows(made_by.places, files, edges)
+            return addresses, edges, [], SingleRows(made_by.storage, files, edges)
         addresses = [*map(made_by.address, shards)]
         if pack is not None:
             edges = await _of_pack(stream, pack, names_of(addresses))
         else:
             edges = await _of_each(made_by, shards, scan)
     kinds = [*map(made_by.kind, shards)]
-    paths = [*map(made_by.places.path, addresses)]
+    paths = [*map(made_by.storage.path, addresses)]
     if None in paths:
         return addresses, edges, kinds, None
     shards = [*zip(map(str, paths), kinds, strict=True)]
-    return addresses, edges, kinds, Mapped(shards, edges)
+    return addresses, edges, kinds, MappedShards(shards, edges)
 
 
 async def _of_each(
     made_by: ByteFormat,
     shards: Sequence[Any],
-    scan: bool | Progress,  # noqa: FBT001
+    scan: bool | OnProgress,  # noqa: FBT001
 ) -> Edges:
     """Return where samples are by the index of each shard, or by a scan."""
-    growing, find = Growing(), partial(numbers_of, made_by, may_scan=bool(scan))
+    growing, find = EdgesBuilder(), partial(numbers_of, made_by, may_scan=bool(scan))
     async with aclosing(in_order(find, shards)) as found:
         async for numbers, version in found:
             growing.add(numbers, version)
@@ -307,7 +312,7 @@ async def listed(made_by: Any, stack: AsyncExitStack) -> list[Any]:
     shards = [*await made_by.shards(stack)]
     if not isinstance(made_by, ByteFormat):
         return shards
-    for label in map(made_by.places.label, map(made_by.address, shards)):
+    for label in map(made_by.storage.label, map(made_by.address, shards)):
         if unpacker_of(label):
             raise ValueError(
                 f"{label!r} is compressed, and can only be read from its start: unpack "
@@ -350,22 +355,22 @@ async def numbers_of(
     numbers = await made_by.numbers(shard)
     if numbers is not None:
         return numbers, None
-    places, address = made_by.places, made_by.address(shard)
+    storage, address = made_by.storage, made_by.address(shard)
     if may_scan:
-        return await scan_of(places, address, made_by.kind(shard))
-    beside = places.label(sibling(address, index_name))
+        return await scan_of(storage, address, made_by.kind(shard))
+    beside = storage.label(sibling(address, index_name))
     raise ObjectNotFoundError(
-        f"{places.label(address)!r} has no index, {beside!r}: write it by `aioloader "
+        f"{storage.label(address)!r} has no index, {beside!r}: write it by `aioloader "
         "index`, or pass scan=True, which reads all of each such shard now",
         location=beside,
     )
 
 
 async def scan_of(
-    places: Places, address: Address, kind: Kind
+    storage: Storage, address: Address, kind: ByteFormatSpec
 ) -> tuple[Numbers, Version | None]:
     """Read a whole shard; in a thread, because a user's format may wait."""
-    source, loop = places.open(address, 0, _SCAN_BYTES), asyncio.get_running_loop()
+    source, loop = storage.open(address, 0, _SCAN_BYTES), asyncio.get_running_loop()
     thread, is_over = ThreadPoolExecutor(1, "aioloader-scan"), threading.Event()
     reading: list[asyncio.Future[Buffer]] = []
 
@@ -383,20 +388,20 @@ async def scan_of(
         stack.push_async_callback(in_thread, thread.shutdown)
         stack.push_async_callback(cancel, reading)
         stack.callback(is_over.set)
-        args = kind, places.label(address), read
+        args = kind, storage.label(address), read
         scan = in_thread(scanned, *args, executor=thread, abandon_on_cancel=True)
         return np.frombuffer(await scan, np.uint64), source.version
 
 
-async def pack_at(stream: StoredStream[Any], pack: Any) -> Pack:
+async def pack_at(stream: StoredStream[Any], pack: Any) -> IndexPack:
     """Open a pack, with the options of a stream's store."""
     check_is(pack, str | os.PathLike, "pack", "a path or URL")
     (address,) = sealed(pack)
-    places = stream.made_by.places.elsewhere(address)
+    storage = stream.made_by.storage.elsewhere(address)
     try:
-        return await read_pack(places, address)
+        return await read_pack(storage, address)
     finally:
-        await places.aclose()
+        await storage.aclose()
 
 
 async def _of_pack(stream: StoredStream[Any], pack: Any, wanted: list[str]) -> Edges:
@@ -421,7 +426,7 @@ async def write(stream: StoredStream[Any], address: Any, data: bytes) -> None:
     """Write a file completely or not at all, with the options of a stream's store."""
     (address,) = sealed(address)
     folder, slash, name = address.rpartition("/")
-    options = stream.made_by.places.options_of(address)
+    options = stream.made_by.storage.options_of(address)
     sink = make_sink(folder + slash or ".", options)
     try:
         await sink.put(name, data)

@@ -21,8 +21,14 @@ from typing import Any, TypeAlias
 import torch
 from torch.utils.data import SequentialSampler
 
-from aioloader._base.blocks import Bad, SameErrors, failed, read_block, read_block_async
-from aioloader._base.outlast import in_thread
+from aioloader._base.blocks import (
+    FailedSample,
+    SameErrors,
+    failed,
+    read_block,
+    read_block_async,
+)
+from aioloader._base.cancellation import in_thread
 from aioloader._base.raising import carried
 from aioloader._order.epoch import under_way
 from aioloader._order.permutation import ShuffledIndices
@@ -32,13 +38,13 @@ from aioloader.datasets.streams import Stream
 from aioloader.errors import ShardChangedError
 from aioloader.protocols import OwnStream, generator_of, is_async_function
 
-Source: TypeAlias = Iterable[Any] | Callable[[], Iterable[Any]]
+IterableSource: TypeAlias = Iterable[Any] | Callable[[], Iterable[Any]]
 AsyncSource: TypeAlias = AsyncIterable[Any] | Callable[[], AsyncIterable[Any]]
 # Most samples read at once for a reader that leaves most of them out.
 _MOST = 1 << 12
 
 
-def from_iterable(source: Source) -> Stream[Any]:
+def from_iterable(source: IterableSource) -> Stream[Any]:
     """Return a stream of the samples of ``source``, read in a separate thread.
 
     Args:
@@ -102,7 +108,7 @@ class _Iterable(Stream[Any]):
         self.reread = [] if _repeats(source) else [name_of(source)]
 
     async def open(self, reading: Reading, state: State) -> Cursor:
-        return _Cursor(self._source, reading, state, is_async=self._is_async)
+        return _IterableCursor(self._source, reading, state, is_async=self._is_async)
 
     def ahead(self) -> Ahead:
         """Return how far it may be read ahead: an iterator may wait for each sample."""
@@ -116,7 +122,7 @@ class _Iterable(Stream[Any]):
         return f"stream of {name}"
 
 
-class _Cursor(Cursor):
+class _IterableCursor(Cursor):
     """Selects this reader's samples of a source, and counts the samples read.
 
     A plain iterable is read in one thread, because some iterables need that.
@@ -170,7 +176,9 @@ class _Cursor(Cursor):
 
     def _ended_by(self, block: list[Any]) -> BaseException | None:
         """Return what is raised after the last block."""
-        if block and type(block[-1]) is Bad:  # for every reader, and not a sample
+        if (
+            block and type(block[-1]) is FailedSample
+        ):  # for every reader, and not a sample
             error: BaseException = block.pop().error
             return error
         read = self._read + len(block)

@@ -17,9 +17,15 @@ from typing import Any, ClassVar, TypeAlias, Unpack
 
 import numpy as np
 
-from aioloader._base.blocks import Bad
+from aioloader._base.blocks import FailedSample
 from aioloader.datasets._checks import check_at_least, names_options
-from aioloader.datasets._streams.engine import Cuts, Feed, Kind, Steps, at_line_ends
+from aioloader.datasets._streams.engine import (
+    ByteFeed,
+    ByteFormatSpec,
+    Cuts,
+    Steps,
+    at_line_ends,
+)
 from aioloader.datasets.sharded import (
     MAX_SAMPLE_BYTES,
     Addresses,
@@ -229,17 +235,19 @@ class _TextDecoder:
             return None
 
 
-Decoder: TypeAlias = JSONDecoder | _TextDecoder
+LineDecoder: TypeAlias = JSONDecoder | _TextDecoder
 
 
-def _kind(decoder: Decoder, max_sample_bytes: int) -> Kind:
+def _kind(decoder: LineDecoder, max_sample_bytes: int) -> ByteFormatSpec:
     check_at_least(max_sample_bytes, 1, "max_sample_bytes")
     args = decoder, max_sample_bytes
-    return Kind(partial(samples, *args), is_quick=True, quick=partial(_only, *args))
+    return ByteFormatSpec(
+        partial(samples, *args), is_quick=True, quick=partial(_only, *args)
+    )
 
 
 def _only(
-    decoder: Decoder, max_bytes: int, _url: str, start: int, data: memoryview
+    decoder: LineDecoder, max_bytes: int, _url: str, start: int, data: memoryview
 ) -> Any:
     """Return the sample of a plain line, or else NotImplemented."""
     line = bytes(data)
@@ -250,7 +258,7 @@ def _only(
     return NotImplemented
 
 
-def samples(decoder: Decoder, max_bytes: int, feed: Feed) -> Steps:
+def samples(decoder: LineDecoder, max_bytes: int, feed: ByteFeed) -> Steps:
     """Yield the samples of lines; those over ``max_bytes`` fail, and are not kept."""
     at = feed.at
     # Of a line that crosses into the next piece: what is kept, and its length.
@@ -293,7 +301,7 @@ def samples(decoder: Decoder, max_bytes: int, feed: Feed) -> Steps:
 
 
 def _singly(
-    decoder: Decoder, max_bytes: int, url: str, lines: list[bytes], at: int
+    decoder: LineDecoder, max_bytes: int, url: str, lines: list[bytes], at: int
 ) -> Iterator[Any]:
     for line in lines:
         length = len(line) - line.endswith(b"\n")
@@ -309,16 +317,16 @@ def _singly(
                 )
                 failure = DatasetError(text, location=url)
                 failure.__cause__ = error
-                yield Bad(failure)
+                yield FailedSample(failure)
         at += len(line)
 
 
-def _too_long(url: str, at: int, length: int, most: int) -> Bad:
+def _too_long(url: str, at: int, length: int, most: int) -> FailedSample:
     text = (
         f"{url!r}: the line at byte {at:,} has {length:,} bytes, over "
         f"max_sample_bytes={most:,}"
     )
-    return Bad(DatasetError(text, location=url))
+    return FailedSample(DatasetError(text, location=url))
 
 
 def without_end(line: bytes) -> bytes:

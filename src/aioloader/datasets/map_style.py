@@ -16,11 +16,11 @@ import numpy as np
 
 from aioloader._base.awaitables import close_coroutines, holds_awaitables, resolved
 from aioloader._base.blocks import Block
+from aioloader._base.cancellation import in_thread
 from aioloader._base.failures import noted
-from aioloader._base.outlast import in_thread
 from aioloader._base.raising import ends_task
 from aioloader._order.permutation import ShuffledIndices, keyed_order
-from aioloader._order.ranks import Share, Tail
+from aioloader._order.ranks import ReaderShare, Tail
 from aioloader.datasets._checks import check_at_least
 from aioloader.datasets._streams.cursors import Cursor, Reading, State, name_of
 from aioloader.datasets._streams.steps import Mapped, MappedAsync
@@ -82,14 +82,16 @@ class _MapStyle(Stream[Any]):
         if self._seed is not None:
             order = keyed_order(len(dataset), self._seed, reading.epoch, 0)
         up = state.get("up", {})
-        indices = _Indices(up, share, order, len(dataset), self._tail)
+        indices = _IndexCursor(up, share, order, len(dataset), self._tail)
         many, is_async = batch_getter(dataset), reads_async(dataset)
         get = partial(_awaited if is_async else _item, dataset)
         if is_async and many is None:
             most = -(-self._concurrency // share.hosted)
-            return _Awaited(indices, state, reading, function=get, concurrency=most)
+            return _AwaitedCursor(
+                indices, state, reading, function=get, concurrency=most
+            )
         how: Any = {"function": get, "many": many, "thread": listed[id(dataset)]}
-        return _Read(indices, state, reading, **how)
+        return _ReadCursor(indices, state, reading, **how)
 
     async def _enter(self, reading: Reading) -> ThreadPoolExecutor | None:
         """Enter what the dataset needs on a loop; return the thread of a plain one."""
@@ -124,7 +126,7 @@ class _MapStyle(Stream[Any]):
         return f"stream of {type(self._dataset).__name__}"
 
 
-class _Indices(Cursor):
+class _IndexCursor(Cursor):
     """The indices of one reader's samples, in the order of an epoch."""
 
     overshoots = True
@@ -132,7 +134,7 @@ class _Indices(Cursor):
     def __init__(
         self,
         state: State,
-        share: Share,
+        share: ReaderShare,
         order: ShuffledIndices | None,
         length: int,
         tail: Tail,
@@ -160,18 +162,18 @@ class _Indices(Cursor):
         return indices
 
 
-class _Position(Cursor):
+class _PositionCursor(Cursor):
     """Its position is that of a sample in the order, read in advance or not."""
 
     def _after(self, before: State, what: Any, count: int) -> State:  # noqa: ARG002
         return {"up": {"at": before["up"]["at"] + count}}
 
 
-class _Awaited(_Position, MappedAsync):
+class _AwaitedCursor(_PositionCursor, MappedAsync):
     kind = "from_dataset"
 
 
-class _Read(_Position, Mapped):
+class _ReadCursor(_PositionCursor, Mapped):
     """Reads several samples at once, in the thread or by ``__getitems__``."""
 
     kind = "from_dataset"

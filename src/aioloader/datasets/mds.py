@@ -21,25 +21,25 @@ from typing import Any, NamedTuple, TypeAlias, Unpack, cast
 
 import numpy as np
 
-from aioloader._base.blocks import Bad
+from aioloader._base.blocks import FailedSample
 from aioloader._base.extras import imported
 from aioloader.datasets._checks import names_options
 from aioloader.datasets._stores.addresses import Address, sealed, sibling
-from aioloader.datasets._stores.places import Places, read_whole
+from aioloader.datasets._stores.storage import Storage, read_whole
 from aioloader.datasets._stores.unpack import unpacker_of
 from aioloader.datasets._streams.edges import Numbers
 from aioloader.datasets._streams.engine import (
+    ByteFeed,
     ByteFormat,
+    ByteFormatSpec,
     ByteReader,
-    Feed,
-    Kind,
-    Part,
+    ShardPart,
     Steps,
     nearest,
     shares,
 )
 from aioloader.datasets._streams.shards import (
-    Position,
+    ShardPosition,
     ShardReader,
     Summary,
     summary_of,
@@ -63,7 +63,7 @@ _INDEX = "index.json"
 _HEAD = struct.Struct("<2I")
 # A column: its name, its encoding or what decodes it, and its bytes if that is fixed.
 Encoded: TypeAlias = tuple[str, str, int | None]
-Column: TypeAlias = tuple[str, Decode, int | None]
+MDSColumn: TypeAlias = tuple[str, Decode, int | None]
 
 
 def decoder_of(encoding: str, *, allow_unsafe_types: bool) -> Decode:
@@ -220,10 +220,10 @@ class MDSFormat(ByteFormat):
     """Shards that the ``index.json`` of directories list."""
 
     def __init__(
-        self, addresses: Any, places: Places, *, allow_unsafe_types: bool
+        self, addresses: Any, storage: Storage, *, allow_unsafe_types: bool
     ) -> None:
         indexes = [_joined(folder, _INDEX) for folder in sealed(addresses)]
-        super().__init__(indexes, places, Kind(partial(samples, (), 0, 0)))
+        super().__init__(indexes, storage, ByteFormatSpec(partial(samples, (), 0, 0)))
         self._allow_unsafe_types = allow_unsafe_types
 
     async def shards(
@@ -234,8 +234,8 @@ class MDSFormat(ByteFormat):
         found: list[MDSShard] = []
         for address in indexes:
             folder = sibling(address, lambda path: path.removesuffix(_INDEX))
-            label = self.places.label(address)
-            data = await read_whole(self.places.open(address, 0, _PIECE))
+            label = self.storage.label(address)
+            data = await read_whole(self.storage.open(address, 0, _PIECE))
             try:
                 entries = json.loads(data)["shards"]
                 found += [_shard(folder, entry) for entry in entries]
@@ -244,7 +244,7 @@ class MDSFormat(ByteFormat):
                 raise DatasetError(text, location=label) from error
         if not found:
             raise ValueError(
-                f"no shards: the index {self.places.label(indexes[0])!r} lists none; "
+                f"no shards: the index {self.storage.label(indexes[0])!r} lists none; "
                 "pass a directory that MDSWriter has finished"
             )
         for columns in {shard.columns for shard in found}:  # an unknown one fails now
@@ -257,9 +257,9 @@ class MDSFormat(ByteFormat):
         wanted = shares([shard.size for shard in shards], count)
         for shard, number in zip(shards, wanted, strict=True):
             starts: Sequence[int] = ()
-            if number > 1 and not unpacker_of(self.places.label(shard.address)):
+            if number > 1 and not unpacker_of(self.storage.label(shard.address)):
                 stop = 4 + 4 * shard.samples
-                head = self.places.open(shard.address, 0, _PIECE, stop=stop)
+                head = self.storage.open(shard.address, 0, _PIECE, stop=stop)
                 offsets = f"<{shard.samples}I"
                 starts = struct.unpack_from(offsets, await read_whole(head), 4)
                 starts = nearest(starts, shard.size, number)
@@ -291,7 +291,7 @@ class MDSFormat(ByteFormat):
         address: Address = shard.address
         return address
 
-    def kind(self, shard: Any) -> Kind:
+    def kind(self, shard: Any) -> ByteFormatSpec:
         """Return how samples are made of exactly their bytes."""
         allow = self._allow_unsafe_types
         columns = _decoders(shard.columns, allow_unsafe_types=allow)
@@ -300,31 +300,31 @@ class MDSFormat(ByteFormat):
     async def numbers(self, shard: Any) -> Numbers:
         """Return where samples start, and the last ends, from the shard's head."""
         stop = 8 + 4 * shard.samples
-        head = self.places.open(shard.address, 0, _PIECE, stop=stop)
+        head = self.storage.open(shard.address, 0, _PIECE, stop=stop)
         table = np.frombuffer(await read_whole(head), "<u4")
         if len(table) != shard.samples + 2 or table[0] != shard.samples:
-            label = self.places.label(shard.address)
+            label = self.storage.label(shard.address)
             what = f"its head is not that of {shard.samples:,} samples, as in the index"
             raise _damage(label, 0, what)
         return table[1:]
 
-    def open(self, shard: Any, position: Position, budget: int) -> ShardReader:
+    def open(self, shard: Any, position: ShardPosition, budget: int) -> ShardReader:
         """Return a reader of one shard."""
         # Of a whole shard, all is read: what follows the samples shows that the file is
         # not the one that the index lists.
         stop = None if shard.stop == shard.size else shard.stop
         allow = self._allow_unsafe_types
         columns = _decoders(shard.columns, allow_unsafe_types=allow)
-        kind = Kind(partial(samples, columns, shard.samples, shard.stop))
-        part = Part(shard.address, shard.start, stop, None)
-        return ByteReader(self.places, part, kind, position, budget)
+        kind = ByteFormatSpec(partial(samples, columns, shard.samples, shard.stop))
+        part = ShardPart(shard.address, shard.start, stop, None)
+        return ByteReader(self.storage, part, kind, position, budget)
 
 
 @lru_cache(maxsize=16)
 def _decoders(
     columns: tuple[Encoded, ...], *, allow_unsafe_types: bool
-) -> list[Column]:
-    found: list[Column] = []
+) -> list[MDSColumn]:
+    found: list[MDSColumn] = []
     for name, encoding, size in columns:
         try:
             decode = decoder_of(encoding, allow_unsafe_types=allow_unsafe_types)
@@ -356,7 +356,9 @@ def _joined(folder: Address, name: str) -> Address:
     return sibling(folder, lambda path: posixpath.join(path, name))
 
 
-def samples(columns: Sequence[Column], count: int, stop: int, feed: Feed) -> Steps:
+def samples(
+    columns: Sequence[MDSColumn], count: int, stop: int, feed: ByteFeed
+) -> Steps:
     """Yield the samples of a shard, which end at ``stop``: of all, the shard's end.
 
     A sample that cannot be decoded is one failed sample; damaged lengths end the shard,
@@ -398,17 +400,17 @@ def samples(columns: Sequence[Column], count: int, stop: int, feed: Feed) -> Ste
             what = "bytes after the last sample that the index lists"
             raise _damage(feed.url, at, what)
     except DatasetError as error:
-        yield [Bad(error, ends=True)], at
+        yield [FailedSample(error, ends=True)], at
 
 
-def _layout(columns: Sequence[Column]) -> tuple[struct.Struct, int]:
+def _layout(columns: Sequence[MDSColumn]) -> tuple[struct.Struct, int]:
     """Return the lengths that a sample starts with, and the bytes of other columns."""
     lengths = struct.Struct(f"<{sum(not size for *_, size in columns)}I")
     return lengths, sum(size or 0 for *_, size in columns)
 
 
 def _only(
-    columns: Sequence[Column],
+    columns: Sequence[MDSColumn],
     lengths: struct.Struct,
     fixed: int,
     url: str,
@@ -425,10 +427,10 @@ def _only(
             return _decode(columns, iter(sizes), body, url, start)
     end = start + len(data)
     what = f"a sample to byte {start + length:,}, which its table ends at {end:,}"
-    return Bad(_damage(url, start, what))
+    return FailedSample(_damage(url, start, what))
 
 
-def _read(length: int, stop: int, feed: Feed) -> Generator[None, None, bytes]:
+def _read(length: int, stop: int, feed: ByteFeed) -> Generator[None, None, bytes]:
     data = yield from feed.take(length)
     if len(data) < length:
         raise TruncatedReadError(
@@ -441,7 +443,7 @@ def _read(length: int, stop: int, feed: Feed) -> Generator[None, None, bytes]:
 
 
 def _decode(
-    columns: Sequence[Column], sizes: Any, body: bytes, url: str, start: int
+    columns: Sequence[MDSColumn], sizes: Any, body: bytes, url: str, start: int
 ) -> Any:
     at, sample, name = 0, dict[str, Any](), ""
     try:
@@ -456,7 +458,7 @@ def _decode(
             location=url,
         )
         failure.__cause__ = error
-        return Bad(failure)
+        return FailedSample(failure)
     return sample
 
 

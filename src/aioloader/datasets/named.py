@@ -13,9 +13,9 @@ from typing import Any, ClassVar, Self, SupportsIndex
 import numpy as np
 from torch.utils.data import Dataset
 
-from aioloader._base.outlast import in_thread
+from aioloader._base.cancellation import in_thread
 from aioloader.datasets._stores.names import NameTable
-from aioloader.datasets.decoders import FOLDER_EXTENSIONS, Decoder, Spec
+from aioloader.datasets.decoders import FOLDER_EXTENSIONS, Decoder, DecoderSpec
 from aioloader.protocols import HasLifespan
 
 
@@ -38,7 +38,7 @@ class Named(HasLifespan):
     def __getitem__(self, index: SupportsIndex) -> Coroutine[Any, Any, Any]:
         """Read one sample."""
 
-    def decode(self, *specs: Spec) -> "Named":
+    def decode(self, *specs: DecoderSpec) -> "Named":
         """Return the dataset with its bytes decoded by the extension of their names.
 
         Decoding runs in threads, for as many samples as the loader reads at a time. For
@@ -194,7 +194,7 @@ class ClassFolders(Dataset[Coroutine[Any, Any, "tuple[Any, int]"]], Named):
         at = self._names.position(index)
         return await self.dataset[int(self._order[at])], self.targets[at]
 
-    def decode(self, *specs: Spec) -> Self:
+    def decode(self, *specs: DecoderSpec) -> Self:
         """Return the dataset with the files decoded, as ``Named.decode``."""
         clone = copy.copy(self)
         clone.dataset = self.dataset.decode(*specs)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Self, SupportsIndex
 from anyio.from_thread import start_blocking_portal
 from torch.utils.data import Dataset
 
-from aioloader._base.outlast import in_thread
+from aioloader._base.cancellation import in_thread
 from aioloader.datasets._checks import check_is, names_options
 from aioloader.datasets._stores.bytes import Client, StoredObject
 from aioloader.datasets._stores.listing import Listing, list_async

@@ -26,7 +26,7 @@ from typing import (
     Unpack,
 )
 
-from aioloader._base.outlast import in_thread
+from aioloader._base.cancellation import in_thread
 from aioloader._base.records import COUNTERS
 from aioloader._order.permutation import MOMENT, ShuffledIndices, keyed_order, paced
 from aioloader.datasets._checks import check_at_least, check_is, names_options
@@ -38,13 +38,17 @@ from aioloader.datasets._stores.addresses import (
 )
 from aioloader.datasets._stores.cache_dir import CacheDir
 from aioloader.datasets._stores.options import hidden
-from aioloader.datasets._stores.places import Places
 from aioloader.datasets._stores.sources import Requests, Source, policy_of
+from aioloader.datasets._stores.storage import Storage
 from aioloader.datasets._stores.unpack import UNPACK_BYTES
 from aioloader.datasets._streams.cursors import Ahead, Cursor, Reading, State
-from aioloader.datasets._streams.engine import ByteFormat, Cuts, Make
+from aioloader.datasets._streams.engine import ByteFormat, Cuts, SpecOrGenerator
+from aioloader.datasets._streams.interleave import (
+    AsTheyCome,
+    Interleaved,
+    ShardSequence,
+)
 from aioloader.datasets._streams.shards import ShardFormat, Summary
-from aioloader.datasets._streams.weave import AsTheyCome, Interleaved, Lane
 from aioloader.datasets.streams import CACHE_BYTES, Stream
 from aioloader.errors import StateMismatchError
 
@@ -162,9 +166,9 @@ class ShardedStream(Stream[Sample_co]):
         budget = self._max_bytes // max(1, lanes * share.hosted)
         if lanes == 1:
             (only,) = states
-            return Lane(self.made_by, shards, mine, budget, only, summary)
+            return ShardSequence(self.made_by, shards, mine, budget, only, summary)
         opened = [
-            Lane(self.made_by, shards, mine[lane::lanes], budget, one)
+            ShardSequence(self.made_by, shards, mine[lane::lanes], budget, one)
             for lane, one in zip(range(lanes), states, strict=True)
         ]
         kind = Interleaved if self._deterministic else AsTheyCome
@@ -193,22 +197,22 @@ class ShardedStream(Stream[Sample_co]):
             "deterministic": self._deterministic,
         }
 
-    async def _agreed(self, reading: Reading, known: Summary | None) -> "_Listing":
+    async def _agreed(self, reading: Reading, known: Summary | None) -> "_ShardListing":
         """Return the shards that all ranks have.
 
         A DatasetError if other ranks have found other shards.
         """
         assert reading.agreement is not None
 
-        def find(stack: AsyncExitStack, theirs: Any) -> Awaitable[_Listing]:
+        def find(stack: AsyncExitStack, theirs: Any) -> Awaitable[_ShardListing]:
             return self._list(replace(reading, stack=stack), known or theirs)
 
         what = [self.describe(), *self.places()]
         agreement, stack = reading.agreement, reading.stack
-        found: _Listing = await agreement.on(what, repr(self), stack, find)
+        found: _ShardListing = await agreement.on(what, repr(self), stack, find)
         return found
 
-    async def _list(self, reading: Reading, known: Summary | None) -> "_Listing":
+    async def _list(self, reading: Reading, known: Summary | None) -> "_ShardListing":
         """Return all shards, cut if too few."""
         made_by, readers = self.made_by, reading.share.readers
         shards = await made_by.shards(reading.stack, known)
@@ -222,10 +226,10 @@ class ShardedStream(Stream[Sample_co]):
         if 1 < readers < len(shards) and (known is None or must):
             sizes = await made_by.sizes(shards, must=must)
         if sizes is None or min(sizes) == max(sizes):
-            return _Listing(shards, summary, None)
+            return _ShardListing(shards, summary, None)
         text = ",".join(map(str, sizes)).encode()
         summary = {**summary, "sizes": f"{zlib.crc32(text):08x}"}
-        return _Listing(shards, summary, sizes)
+        return _ShardListing(shards, summary, sizes)
 
     async def _shares(
         self, reading: Reading, count: int, sizes: Sequence[int] | None
@@ -268,7 +272,7 @@ class ShardedStream(Stream[Sample_co]):
         return f"{type(self).__name__}({type(self.made_by).__name__})"
 
 
-class _Listing(NamedTuple):
+class _ShardListing(NamedTuple):
     """The shards, their summary, and their lengths if the deal depends on them."""
 
     shards: Sequence[Any]
@@ -304,7 +308,7 @@ class StoredStream(ShardedStream[Sample_co]):
     Args:
         addresses: Paths or URLs, one or many; ``{000..127}`` and ``{a,b}`` are
             expanded, ``*`` is looked up.
-        made_by: Makes the format of the shards from their addresses and ``Places``,
+        made_by: Makes the format of the shards from their addresses and ``Storage``,
             which are its ``places``.
         store: What ``addresses`` are relative to: a URL, a directory, a store of
             obstore, a file system of fsspec, or a ``Source``.
@@ -324,7 +328,7 @@ class StoredStream(ShardedStream[Sample_co]):
     def __init__(  # noqa: PLR0913  (keywords, each of one thing)
         self,
         addresses: Addresses,
-        made_by: Callable[[list[Address], Places], ShardFormat],
+        made_by: Callable[[list[Address], Storage], ShardFormat],
         *,
         store: "str | PathLike[str] | ObjectStore | Source | None" = None,
         store_options: Mapping[str, Any] | None = None,
@@ -345,7 +349,7 @@ class StoredStream(ShardedStream[Sample_co]):
         if cache is not None:
             check_is(cache, (str, PathLike), "cache", "a directory")
             kept = CacheDir(cache, cache_bytes)
-        places = Places(
+        storage = Storage(
             store,
             hidden(store_options),
             policy_of(requests),
@@ -353,7 +357,7 @@ class StoredStream(ShardedStream[Sample_co]):
             self._addresses,
             check_at_least(unpack_bytes, 1, "unpack_bytes"),
         )
-        super().__init__(made_by(self._addresses, places), **order)
+        super().__init__(made_by(self._addresses, storage), **order)
 
     def cache(
         self, directory: str | PathLike[str], max_bytes: int = CACHE_BYTES
@@ -361,7 +365,7 @@ class StoredStream(ShardedStream[Sample_co]):
         """Return the stream with its reads from a store cached in a directory."""
         clone = self._clone()
         clone.made_by = copy.copy(self.made_by)
-        clone.made_by.places = self.made_by.places.cached(
+        clone.made_by.storage = self.made_by.storage.cached(
             CacheDir(directory, max_bytes)
         )
         return clone
@@ -395,7 +399,10 @@ class ByteStream(StoredStream[Sample_co]):
     cuts: ClassVar[Cuts | None] = None
 
     def __init__(
-        self, addresses: Addresses, make: Make, **options: Unpack[StreamOptions]
+        self,
+        addresses: Addresses,
+        make: SpecOrGenerator,
+        **options: Unpack[StreamOptions],
     ) -> None:
         made_by = partial(ByteFormat, make=make, cuts=type(self).cuts)
         super().__init__(addresses, made_by, **options)

@@ -30,11 +30,11 @@ import numpy as np
 from anyio.from_thread import start_blocking_portal
 from torch.utils.data import Dataset
 
+from aioloader._base.cancellation import in_thread
 from aioloader._base.extras import imported
-from aioloader._base.outlast import in_thread
 from aioloader.datasets._checks import check_at_least, names_options, position_of
 from aioloader.datasets._sql.address import (
-    Address,
+    DatabaseURL,
     Infinity,
     LostError,
     Numeric,
@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     import asyncpg
 
 
-Keys: TypeAlias = "np.ndarray[Any, Any] | list[Any]"
+RowKeys: TypeAlias = "np.ndarray[Any, Any] | list[Any]"
 T = TypeVar("T")
 
 # Keys that are decoded in one step of the event loop.
@@ -75,7 +75,7 @@ _DECIMALS = {"money": "{}::numeric", "_money": "{}::numeric[]"}
 __all__ = ["SQLFormat", "SQLRows"]
 
 Row: TypeAlias = dict[str, Any]
-Record: TypeAlias = Mapping[str, Any]
+RowMapping: TypeAlias = Mapping[str, Any]
 
 
 class Lookup(abc.ABC):
@@ -89,7 +89,7 @@ class Lookup(abc.ABC):
 
     def __init__(
         self,
-        address: "Address",
+        address: "DatabaseURL",
         relation: "Relation",
         connections: int,
         deadline: float,
@@ -101,10 +101,10 @@ class Lookup(abc.ABC):
         wanted = ["q.*"] if relation.columns is None else map(column, relation.columns)
         self._selected = ", ".join((self._key, *wanted))
 
-    async def list_keys(self) -> Keys:
+    async def list_keys(self) -> RowKeys:
         """Return all keys, sorted, if each is there once and none is NULL."""
 
-        async def attempt() -> Keys:
+        async def attempt() -> RowKeys:
             keys = await self._list()
             await in_thread(self._check_unique, keys)
             return keys
@@ -112,7 +112,7 @@ class Lookup(abc.ABC):
         doing = f"list the keys of {self._relation.label}"
         return await retried(attempt, doing, self._address)
 
-    async def find(self, keys: Sequence[Any]) -> dict[Any, Record]:
+    async def find(self, keys: Sequence[Any]) -> dict[Any, RowMapping]:
         doing = f"read {len(keys)} rows of {self._relation.label}"
         find = partial(self._find, keys)
         return await retried(find, doing, self._address, self._deadline)
@@ -122,10 +122,10 @@ class Lookup(abc.ABC):
         """Disconnect."""
 
     @abc.abstractmethod
-    async def _list(self) -> Keys: ...
+    async def _list(self) -> RowKeys: ...
 
     @abc.abstractmethod
-    async def _find(self, keys: Sequence[Any]) -> dict[Any, Record]: ...
+    async def _find(self, keys: Sequence[Any]) -> dict[Any, RowMapping]: ...
 
     @property
     def _null(self) -> str:
@@ -136,7 +136,7 @@ class Lookup(abc.ABC):
         order = f"WHERE {self._key} IS NOT NULL ORDER BY {self._key}"
         return self._relation.select(key, order)
 
-    def _check_unique(self, keys: Keys) -> None:
+    def _check_unique(self, keys: RowKeys) -> None:
         twice: list[Any] = []
         if isinstance(keys, np.ndarray):
             twice = keys[1:][keys[1:] == keys[:-1]].tolist()
@@ -207,8 +207,8 @@ class SQLiteLookup(Lookup):
             raise
         return connection
 
-    async def _list(self) -> Keys:
-        def list_(connection: sqlite3.Connection) -> Keys:
+    async def _list(self) -> RowKeys:
+        def list_(connection: sqlite3.Connection) -> RowKeys:
             if connection.execute(self._null).fetchone():
                 raise self._relation.key_error("NULL")
             found = connection.execute(self._listed(self._key))
@@ -216,10 +216,10 @@ class SQLiteLookup(Lookup):
 
         return await self._run(list_)
 
-    async def _find(self, keys: Sequence[Any]) -> dict[Any, Record]:
-        def find(connection: sqlite3.Connection) -> dict[Any, Record]:
+    async def _find(self, keys: Sequence[Any]) -> dict[Any, RowMapping]:
+        def find(connection: sqlite3.Connection) -> dict[Any, RowMapping]:
             limit = connection.getlimit(sqlite3.SQLITE_LIMIT_VARIABLE_NUMBER)
-            found: dict[Any, Record] = {}
+            found: dict[Any, RowMapping] = {}
             for start in range(0, len(keys), limit):
                 some = keys[start : start + limit]
                 among = f"WHERE {self._key} IN ({', '.join('?' * len(some))})"
@@ -250,7 +250,7 @@ class PostgresLookup(Lookup):
         if pool is not None and pool is not self._given:
             await pool.close()
 
-    async def _list(self) -> Keys:
+    async def _list(self) -> RowKeys:
         pool = await self._opened()
         async with pool.acquire() as connection, connection.transaction():
             if await connection.fetchval(self._null):
@@ -265,7 +265,7 @@ class PostgresLookup(Lookup):
                 keys += [row[0] for row in rows]
             return compact(keys)
 
-    async def _find(self, keys: Sequence[Any]) -> dict[Any, Record]:
+    async def _find(self, keys: Sequence[Any]) -> dict[Any, RowMapping]:
         try:
             pool = await self._opened()
             if self._sql is None:
@@ -292,7 +292,7 @@ class PostgresLookup(Lookup):
                     name, label = names[number], self._address.label
                     raise infinite_error(self._relation, key, name, label)
             names.pop()
-        found: dict[Any, Record]
+        found: dict[Any, RowMapping]
         found = {record[0]: dict(zip(names, record[1:])) for record in records}  # noqa: B905  (a flag may follow)
         if len(found) < len(records):
             self._check_unique([record[0] for record in records])
@@ -332,7 +332,7 @@ class PostgresLookup(Lookup):
         selected = f"{self._key}, {selection(columns, self._relation.infinity)}"
         return self._relation.select(selected, among)
 
-    async def _copy(self, connection: Any) -> Keys:
+    async def _copy(self, connection: Any) -> RowKeys:
         """Return integer keys, copied as one block of bytes."""
         data = bytearray()
 
@@ -349,7 +349,7 @@ def import_asyncpg() -> Any:
     return imported("asyncpg", "sql", "SQLRows of PostgreSQL needs asyncpg")
 
 
-def compact(keys: Iterable[Any]) -> Keys:
+def compact(keys: Iterable[Any]) -> RowKeys:
     """Return keys as an array of int64 if all are integers, else as a list."""
     keys = list(keys)
     is_whole = all(isinstance(key, (int, np.integer)) for key in keys)
@@ -422,7 +422,7 @@ class SQLRows(Dataset[Coroutine[Any, Any, Row]], LoopDataset):
         if self._pool is not None and not hasattr(url, "acquire"):
             kind = type(url).__name__
             raise TypeError(f"url must be a URL or a pool of asyncpg, got {kind}")
-        self._address = Address(url if is_url else "postgresql:///")
+        self._address = DatabaseURL(url if is_url else "postgresql:///")
         if self._pool is not None:
             self._address.label = "asyncpg.Pool"
         if not self._address.is_sqlite:
@@ -430,7 +430,7 @@ class SQLRows(Dataset[Coroutine[Any, Any, Row]], LoopDataset):
         self._options = connections, deadline
         self._readers: PerLoop[Lookup] = PerLoop(self._new_lookup)
         if keys is not None:
-            self._keys: Keys = compact(keys)
+            self._keys: RowKeys = compact(keys)
         else:
             with start_blocking_portal() as portal:
                 self._keys = portal.call(self._list)
@@ -454,7 +454,7 @@ class SQLRows(Dataset[Coroutine[Any, Any, Row]], LoopDataset):
         return made
 
     @property
-    def keys(self) -> Keys:
+    def keys(self) -> RowKeys:
         """The keys by index: an array of int64, or a list."""
         return self._keys
 
@@ -509,7 +509,7 @@ class SQLRows(Dataset[Coroutine[Any, Any, Row]], LoopDataset):
         key = self._keys[position_of(index, len(self._keys))]
         return int(key) if isinstance(key, np.integer) else key
 
-    async def _list(self) -> Keys:
+    async def _list(self) -> RowKeys:
         self._check_loop()
         lookup = self._new_lookup()
         try:

@@ -13,7 +13,7 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from aioloader._order.mixture import Schedule, Until, Weights
-from aioloader._order.ranks import Share, Tail
+from aioloader._order.ranks import ReaderShare, Tail
 from aioloader.datasets._checks import (
     METHODS,
     check_at_least,
@@ -23,6 +23,7 @@ from aioloader.datasets._checks import (
     names_options,
 )
 from aioloader.datasets._streams.cursors import Cursor, Reading, State, name_of
+from aioloader.datasets._streams.interleave import Mixed
 from aioloader.datasets._streams.iterated import Iterated
 from aioloader.datasets._streams.packing import (
     Last,
@@ -45,9 +46,8 @@ from aioloader.datasets._streams.steps import (
     Taken,
     Tokenized,
 )
-from aioloader.datasets._streams.weave import Mixed
 from aioloader.datasets._tokens import tokenizer_of
-from aioloader.datasets.decoders import Decoder, Spec
+from aioloader.datasets.decoders import Decoder, DecoderSpec
 from aioloader.protocols import generator_of, is_async_function
 
 Sample_co = TypeVar("Sample_co", covariant=True)
@@ -89,9 +89,11 @@ class Stream(Iterated[Sample_co]):
         is_async = is_async_function(function)
         described = {"function": name_of(function), "is_async": is_async}
         step = MappedAsync if is_async else Mapped
-        return _Step(self, step, described, function=function, concurrency=concurrency)
+        return _StepStream(
+            self, step, described, function=function, concurrency=concurrency
+        )
 
-    def decode(self, *specs: Spec) -> "Stream[Any]":
+    def decode(self, *specs: DecoderSpec) -> "Stream[Any]":
         """Return the stream with bytes decoded by extension, in threads.
 
         ``decode("torch")`` makes tensors of images, and values of ``cls``, ``json``,
@@ -105,14 +107,16 @@ class Stream(Iterated[Sample_co]):
             ImportError: If images are to be decoded, and Pillow is not installed.
         """
         decoder = Decoder(*specs)
-        return _Step(self, Decoded, decoder.describe(), function=decoder)
+        return _StepStream(self, Decoded, decoder.describe(), function=decoder)
 
     def filter(self, function: Callable[[Any], Any]) -> "Stream[Sample_co]":
         """Return the stream of the samples for which ``function`` returns true."""
         _check_function(function, "async generator", "generator")
         described = {"function": name_of(function)}
         is_async = is_async_function(function)
-        return _Step(self, Filtered, described, function=function, is_async=is_async)
+        return _StepStream(
+            self, Filtered, described, function=function, is_async=is_async
+        )
 
     @names_options
     def shuffle(self, size: int, *, seed: int = 0) -> "Stream[Sample_co]":
@@ -123,17 +127,17 @@ class Stream(Iterated[Sample_co]):
         """
         size = check_at_least(size, 1, "size")
         described = {"size": size, "seed": operator.index(seed)}
-        return _Step(self, Shuffled, described)
+        return _StepStream(self, Shuffled, described)
 
     def take(self, count: int) -> "Stream[Sample_co]":
         """Return the stream of the first ``count`` samples of each reader."""
         count = check_at_least(count, 0, "count")
-        return _Step(self, Taken, {"count": count}, left=count)
+        return _StepStream(self, Taken, {"count": count}, left=count)
 
     def skip(self, count: int) -> "Stream[Sample_co]":
         """Return the stream without the first ``count`` samples of each reader."""
         count = check_at_least(count, 0, "count")
-        return _Step(self, Skipped, {"count": count}, left=count)
+        return _StepStream(self, Skipped, {"count": count}, left=count)
 
     def repeat(self, times: int | None = None) -> "Stream[Sample_co]":
         """Return the stream repeated ``times`` times.
@@ -141,7 +145,7 @@ class Stream(Iterated[Sample_co]):
         Each pass is shuffled differently. Without ``times`` it is endless.
         """
         times = None if times is None else check_at_least(times, 1, "times")
-        return _Repeat(self, times)
+        return _RepeatedStream(self, times)
 
     def epoch_length(self, count: int) -> "Stream[Sample_co]":
         """Return the stream with epochs of ``count`` samples, of all ranks together.
@@ -161,13 +165,13 @@ class Stream(Iterated[Sample_co]):
         that of the first epoch. ``async for`` without a loader starts at the beginning
         each time.
         """
-        return _EpochLength(self.repeat(), check_at_least(count, 1, "count"))
+        return _EpochStream(self.repeat(), check_at_least(count, 1, "count"))
 
     def batch(self, size: int, *, drop_last: bool = False) -> "Stream[Any]":
         """Return the stream of lists of ``size`` samples (of ``Rows`` for tables)."""
         size = check_at_least(size, 1, "size")
         described = {"size": size, "drop_last": drop_last}
-        return _Step(self, Batched, described)
+        return _StepStream(self, Batched, described)
 
     def unbatch(self) -> "Stream[Any]":
         """Return the stream of the items of each sample, one by one.
@@ -180,7 +184,7 @@ class Stream(Iterated[Sample_co]):
         count of its items: on resume, the items of one sample are made again, and must
         be the same.
         """
-        return _Step(self, Unbatched, {})
+        return _StepStream(self, Unbatched, {})
 
     def flat_map(
         self, function: Callable[[Any], Any], *, concurrency: int = 64
@@ -234,7 +238,7 @@ class Stream(Iterated[Sample_co]):
                 "transformers, or a plain function of a list of texts, got "
                 f"{tokenizer!r}"
             )
-        return _Step(self, Tokenized, described, function=function, batch=batch)
+        return _StepStream(self, Tokenized, described, function=function, batch=batch)
 
     def pack(  # noqa: PLR0913  (each is one choice)
         self,
@@ -301,9 +305,9 @@ class Stream(Iterated[Sample_co]):
         described |= {"bos": bos, "eos": eos, "pad": check_token(pad, "pad")}
         described |= {"shift": bool(shift)}
         if strategy == "concat":
-            return _Step(self, Packed, {**described, "last": last})
+            return _StepStream(self, Packed, {**described, "last": last})
         described |= {**for_best_fit, "seed": operator.index(seed)}
-        return _Step(self, Packed, described, size=window)
+        return _StepStream(self, Packed, described, size=window)
 
     def cache(
         self, directory: str | PathLike[str], max_bytes: int = CACHE_BYTES
@@ -345,7 +349,7 @@ def _check_function(function: object, *unfit: str) -> None:
         )
 
 
-class _Step(Stream[Any]):
+class _StepStream(Stream[Any]):
     """A stream made of another one by a step, whose cursor is of the class ``step``.
 
     ``described`` are the step's parameters that determine the samples; ``more`` are
@@ -373,7 +377,7 @@ class _Step(Stream[Any]):
     def total(self) -> int | None:
         return self.upstream.total() if self._step.is_one_to_one else None
 
-    def carried(self, state: State, passed: int, share: Share) -> State | None:
+    def carried(self, state: State, passed: int, share: ReaderShare) -> State | None:
         """Return the beginning of the next epoch: this step starts over."""
         passed = passed + state.get("taken", 0) if self._step.is_one_to_one else 0
         up = self.upstream.carried(state.get("up", {}), passed, share)
@@ -389,7 +393,7 @@ class _Step(Stream[Any]):
         return f"{self.upstream!r}.{self._step.kind}({shown})"
 
 
-class _Repeat(_Step):
+class _RepeatedStream(_StepStream):
     def __init__(self, upstream: Stream[Any], times: int | None) -> None:
         super().__init__(upstream, Repeated, {"times": times})
         self.is_endless |= times is None
@@ -408,16 +412,18 @@ class _Repeat(_Step):
         cursor = await open_pass(state.get("pass", 0), state.get("up", {}))
         return Repeated(cursor, state, reading, open_pass=open_pass, **self._described)
 
-    def carried(self, _state: State, _passed: int, _share: Share) -> None:
+    def carried(self, _state: State, _passed: int, _share: ReaderShare) -> None:
         """Return None: each epoch starts with the first pass."""
 
 
 def _repeats(stream: Stream[Any]) -> int:
     """Return how many repeats are within each other in a stream."""
-    return isinstance(stream, _Repeat) + max(map(_repeats, stream.sources), default=0)
+    return isinstance(stream, _RepeatedStream) + max(
+        map(_repeats, stream.sources), default=0
+    )
 
 
-class _EpochLength(_Step):
+class _EpochStream(_StepStream):
     _tail: Tail = "uneven"
 
     def __init__(self, upstream: Stream[Any], count: int) -> None:
@@ -437,7 +443,7 @@ class _EpochLength(_Step):
         }
         return EpochPart(upstream, state, reading, **parameters)
 
-    def carried(self, state: State, passed: int, share: Share) -> State:
+    def carried(self, state: State, passed: int, share: ReaderShare) -> State:
         """Return the position after the last sample that was delivered."""
         if state.get("next") is not None:
             return {"up": state["next"]}
@@ -492,7 +498,7 @@ class Mixture(Stream[Any]):
         cursors = [await one.open(reading, up) for one, up in self._each(state)]
         return Mixed(cursors, state, reading, self._schedule, self.ahead())
 
-    def carried(self, state: State, _passed: int, share: Share) -> State | None:
+    def carried(self, state: State, _passed: int, share: ReaderShare) -> State | None:
         """Return the beginning of the next epoch: the order starts over."""
         ups = [one.carried(up, 0, share) for one, up in self._each(state)]
         return {"up": [one or {} for one in ups]} if any(ups) else None

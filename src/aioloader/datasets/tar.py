@@ -20,11 +20,11 @@ from struct import Struct
 from typing import Any, ClassVar, TypeAlias, Unpack
 from zlib import adler32
 
-from aioloader._base.blocks import Bad
+from aioloader._base.blocks import FailedSample
 from aioloader._base.warnings import warn
 from aioloader.datasets._checks import check_at_least, check_word, names_options
 from aioloader.datasets._stores.addresses import Address, sibling
-from aioloader.datasets._stores.places import Places
+from aioloader.datasets._stores.storage import Storage
 from aioloader.datasets._streams.edges import (
     fits,
     index_bytes,
@@ -33,9 +33,9 @@ from aioloader.datasets._streams.edges import (
     read_index,
 )
 from aioloader.datasets._streams.engine import (
+    ByteFeed,
+    ByteFormatSpec,
     Cuts,
-    Feed,
-    Kind,
     Steps,
     nearest,
     scanned,
@@ -197,8 +197,8 @@ def split_name(name: str) -> tuple[str, str] | None:
     return key, field.lower()
 
 
-def samples(max_sample_bytes: int, missing_end: MissingEnd, feed: Feed) -> Steps:
-    """Yield the samples of an archive; a ``Bad`` for one that fails, or for the rest.
+def samples(max_sample_bytes: int, missing_end: MissingEnd, feed: ByteFeed) -> Steps:
+    """Yield an archive's samples; ``FailedSample`` for a damaged one, or for the rest.
 
     A member takes twice its size while it is assembled from pieces. ``feed`` starts at
     a header of a sample; global PAX headers before it are not applied.
@@ -210,7 +210,7 @@ class _Archive:
     """One archive, and the sample whose members are being read."""
 
     def __init__(
-        self, max_sample_bytes: int, missing_end: MissingEnd, feed: Feed
+        self, max_sample_bytes: int, missing_end: MissingEnd, feed: ByteFeed
     ) -> None:
         self._feed, self._url = feed, feed.url
         self._max_bytes, self._missing_end = max_sample_bytes, missing_end
@@ -221,7 +221,7 @@ class _Archive:
         self._key: str | None = None
         self._start = self._room = 0
         self._fields: dict[str, Any] = {}
-        self._bad: Bad | None = None
+        self._bad: FailedSample | None = None
         # The last member, and the last header read: one of the member that follows.
         self._last, self._at = b"", feed.at
         self._globals: dict[str, bytes] = {}
@@ -267,7 +267,7 @@ class _Archive:
         if error is not None:
             if self._bad is not None:  # it keeps its own error
                 self._end_sample()
-            self._ready.append(Bad(error, ends=True))
+            self._ready.append(FailedSample(error, ends=True))
         if self._ready:
             yield self._ready, self._at
 
@@ -538,11 +538,11 @@ class _Archive:
         """Replace the sample with an error, and skip the rest of it."""
         text = f"{self._url!r}: sample {self._key!r} at byte {self._start:,} "
         text += f"cannot be read: its member {_read_text(name)!r} {what}"
-        self._bad = Bad(DatasetError(text, location=self._url))
+        self._bad = FailedSample(DatasetError(text, location=self._url))
         self._fields = {}
 
 
-class _Only:
+class _SingleSamples:
     """Makes single samples, in any thread; its archives know headers seen before."""
 
     def __init__(self, max_sample_bytes: int, missing_end: MissingEnd) -> None:
@@ -553,13 +553,13 @@ class _Only:
         try:
             archive = self._free.pop()
         except IndexError:  # all are at work
-            archive = _Archive(*self._args, Feed(url, start, is_part=True))
+            archive = _Archive(*self._args, ByteFeed(url, start, is_part=True))
         sample = archive.only(url, start, data)
         self._free.append(archive)
         return sample
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Only, self._args
+        return _SingleSamples, self._args
 
 
 # A sample may lack a field because of these.
@@ -585,17 +585,17 @@ _MENTIONED: list[str] = []
 
 
 async def at_samples(
-    places: Places, address: Address, size: int, count: int
+    storage: Storage, address: Address, size: int, count: int
 ) -> Sequence[int] | str:
     """Return where samples start, as ``Cuts`` does: from the archive's index."""
-    numbers = await read_index(places, address)
+    numbers = await read_index(storage, address)
     if numbers is None:
-        name = places.label(sibling(address, index_name))
+        name = storage.label(sibling(address, index_name))
         return f"has no index, {name!r}: write it with `aioloader index`"
     end = int(numbers[-1])
     if not fits(end, size):
         why = f"the shard has {size:,} bytes, and the index ends at {end:,}"
-        raise not_its_index(places, address, why)
+        raise not_its_index(storage, address, why)
     return nearest(numbers[:-1].tolist(), size, count)
 
 
@@ -649,8 +649,8 @@ class TarDataset(ByteStream[dict[str, Any]]):
         check_at_least(max_sample_bytes, 1, "max_sample_bytes")
         check_word(missing_end, MissingEnd, "missing_end")
         steps = partial(samples, max_sample_bytes, missing_end)
-        quick = _Only(max_sample_bytes, missing_end)
-        kind = Kind(steps, is_quick=True, piece=1 << 19, quick=quick)
+        quick = _SingleSamples(max_sample_bytes, missing_end)
+        kind = ByteFormatSpec(steps, is_quick=True, piece=1 << 19, quick=quick)
         super().__init__(addresses, kind, **options)
 
 
@@ -672,7 +672,9 @@ def write_index(path: StrPath, index: StrPath | None = None) -> int:
     target = Path(os.fspath(index) if index is not None else index_name(path))
     with Path(path).open("rb", buffering=0) as file:
         read = partial(file.read, _PIECE)
-        numbers = scanned(Kind(partial(samples, _NO_SIZE, "warn")), path, read)
+        numbers = scanned(
+            ByteFormatSpec(partial(samples, _NO_SIZE, "warn")), path, read
+        )
     temporary = target.with_name(f"{target.name}.{os.getpid()}.tmp")
     try:
         temporary.write_bytes(index_bytes(numbers))

@@ -25,7 +25,7 @@ from anyio.from_thread import start_blocking_portal
 from torch.utils.data import Dataset
 from typing_extensions import Buffer
 
-from aioloader._base.outlast import in_thread
+from aioloader._base.cancellation import in_thread
 from aioloader.datasets._checks import (
     check_at_least,
     check_is,
@@ -35,16 +35,16 @@ from aioloader.datasets._checks import (
 from aioloader.datasets._stores.addresses import is_local, path_of, sealed
 from aioloader.datasets._stores.bytes import read_local
 from aioloader.datasets._stores.failures import (
-    Known,
+    ExpectedVersion,
     Version,
     changed,
     file_failure,
     version_of_file,
 )
-from aioloader.datasets._stores.options import Options, check_no_options, hidden
+from aioloader.datasets._stores.options import StoreOptions, check_no_options, hidden
 from aioloader.datasets._stores.per_loop import PerLoop
-from aioloader.datasets._stores.places import Places
 from aioloader.datasets._stores.sources import Requests, Source, policy_of
+from aioloader.datasets._stores.storage import Storage
 from aioloader.datasets._tokens import (
     IGNORED,
     Array,
@@ -67,7 +67,7 @@ if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
 
-Find: TypeAlias = Callable[..., TokenFile]
+FindFile: TypeAlias = Callable[..., TokenFile]
 _NAMES = "input_ids", "labels", "position_ids"
 _ADVISES = hasattr(mmap, "MADV_WILLNEED")
 # Tokens of a sample or document that is made on the event loop; others in a thread.
@@ -207,7 +207,7 @@ class TokenDataset(Dataset[Any]):
         (sample,) = self.__getitems__([index])
         return sample
 
-    def __getitems__(self, indices: Sequence[SupportsIndex]) -> "Samples":
+    def __getitems__(self, indices: Sequence[SupportsIndex]) -> "TokenRows":
         """Read the samples of a batch, in the order of ``indices``."""
         starts = [self._start(index) for index in indices]
         tokens = self._map() if self._tokens is None else self._tokens
@@ -241,10 +241,10 @@ class TokenDataset(Dataset[Any]):
 
     def _find(
         self,
-        find: Find,
+        find: FindFile,
         path: str | os.PathLike[str],
         store: Any,
-        options: Options,
+        options: StoreOptions,
         policy: Requests,  # noqa: ARG002  (files are not retried)
     ) -> TokenFile:
         """Return what ``find`` finds at a path."""
@@ -266,7 +266,7 @@ class TokenDataset(Dataset[Any]):
     def _start(self, index: SupportsIndex) -> int:
         return position_of(index, len(self)) * self.length
 
-    def _samples(self, windows: Sequence[Array], starts: Sequence[int]) -> "Samples":
+    def _samples(self, windows: Sequence[Array], starts: Sequence[int]) -> "TokenRows":
         """Return the samples of windows, each with the next token at its end.
 
         ``starts`` are the windows' first tokens, as numbers in the file.
@@ -274,7 +274,7 @@ class TokenDataset(Dataset[Any]):
         length, eos = self.length, self._file.eos
         inputs = np.empty((len(windows), length), np.int64)
         if not windows:
-            return Samples(dict.fromkeys(_NAMES, inputs))
+            return TokenRows(dict.fromkeys(_NAMES, inputs))
         following = np.empty(len(windows), np.int64)
         for row, window in enumerate(windows):
             if window.dtype == np.uint64 and (most := window.max()) > _MOST:
@@ -303,7 +303,7 @@ class TokenDataset(Dataset[Any]):
             following[ends[ends % length == 0] // length - 1] = IGNORED
             begin = np.sort(np.concatenate([begin, ends[ends < len(tokens)]]))
         sizes = np.diff(begin, append=len(tokens)).tolist()
-        return Samples(samples_of(tokens, sizes, following.tolist()))
+        return TokenRows(samples_of(tokens, sizes, following.tolist()))
 
     def _map(self) -> Array:
         """Map the file, and return its tokens; a fork of this process shares them."""
@@ -329,7 +329,7 @@ class TokenDataset(Dataset[Any]):
         return self._file.address
 
 
-class Samples(Sequence[dict[str, Array]]):
+class TokenRows(Sequence[dict[str, Array]]):
     """The samples of a batch, as rows of arrays of shape (samples, length)."""
 
     def __init__(self, arrays: dict[str, Array]) -> None:
@@ -341,7 +341,7 @@ class Samples(Sequence[dict[str, Array]]):
     def __getitem__(self, index: Any) -> Any:
         """Return one sample, or those of a slice."""
         found = {name: array[index] for name, array in self._arrays.items()}
-        return Samples(found) if isinstance(index, slice) else found
+        return TokenRows(found) if isinstance(index, slice) else found
 
     def collate(self) -> dict[str, torch.Tensor]:
         """Return the batch, as ``default_collate`` would: without another copy."""
@@ -360,7 +360,7 @@ class _StoredTokens(TokenDataset, HasLifespan):
         if file.index is not None and self._documents is None:
             await self._fetch_index(file.index)
         begin, end = (at * file.dtype.itemsize for at in (start, start + length + 1))
-        data = await self._places.read(file.address, begin, end, file.version)
+        data = await self._storage.read(file.address, begin, end, file.version)
         windows = [np.frombuffer(memoryview(data), file.dtype)]
         is_quick = length <= _LIGHT
         (sample,) = await in_thread(self._samples, windows, [start], is_quick=is_quick)
@@ -368,37 +368,37 @@ class _StoredTokens(TokenDataset, HasLifespan):
 
     def _find(
         self,
-        find: Find,
+        find: FindFile,
         path: str | os.PathLike[str],
         store: Any,
-        options: Options,
+        options: StoreOptions,
         policy: Requests,
     ) -> TokenFile:
         (address,) = sealed(path)
-        self._places = places = Places(store, options, policy, None, [address])
+        self._storage = storage = Storage(store, options, policy, None, [address])
         self._turns = PerLoop(asyncio.Lock)
         known: dict[str, Version] = {}
         with start_blocking_portal() as portal:
 
             def look(address: str) -> Version:
-                return known.setdefault(address, portal.call(places.version, address))
+                return known.setdefault(address, portal.call(storage.version, address))
 
             def read(address: str, start: int, stop: int) -> bytes:
                 given = (address, start, stop, known[address])
-                return portal.call(places.part, *given)[0]
+                return portal.call(storage.part, *given)[0]
 
             try:
                 return find(address, look=look, read=read)
             finally:
-                portal.call(places.aclose)
+                portal.call(storage.aclose)
 
     async def _fetch_index(self, index: Index) -> None:
         """Copy the index to a temporary file, once for all samples that need it."""
         async with self._turns.here():
             if self._documents is not None:
                 return
-            known = Known(index.version)
-            source = self._places.open(index.address, 0, _INDEX_BUDGET, known)
+            known = ExpectedVersion(index.version)
+            source = self._storage.open(index.address, 0, _INDEX_BUDGET, known)
             file = await in_thread(tempfile.TemporaryFile)
             try:
                 while memoryview(piece := await source.read()):
@@ -412,14 +412,14 @@ class _StoredTokens(TokenDataset, HasLifespan):
         return self
 
     async def __aenter__(self) -> Self:
-        self._places.enter()
+        self._storage.enter()
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
-        await self._places.aclose()
+        await self._storage.aclose()
 
     def _label(self) -> str:
-        return self._places.label(self._file.address)
+        return self._storage.label(self._file.address)
 
 
 def _is_file(path: Any, store: Any) -> bool:

@@ -29,8 +29,8 @@ from typing import (
 
 import numpy as np
 
+from aioloader._base.cancellation import in_thread
 from aioloader._base.extras import imported
-from aioloader._base.outlast import in_thread
 from aioloader.datasets._checks import (
     check_at_least,
     check_is,
@@ -60,7 +60,7 @@ _OTHER = (
     "{where} was started with another {what}; write to another place, or under "
     "another name"
 )
-Rows: TypeAlias = Iterable[Mapping[str, Any]] | AsyncIterable[Mapping[str, Any]]
+RowIterable: TypeAlias = Iterable[Mapping[str, Any]] | AsyncIterable[Mapping[str, Any]]
 SHARD_BYTES = 256 << 20
 ROW_GROUP_BYTES = 16 << 20
 _END = bytes(1024)  # two blocks, as a tar ends
@@ -71,7 +71,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _TURN = 64
 
 
-class _Entry(NamedTuple):
+class _FinishedShard(NamedTuple):
     """One finished shard: its name, number of samples, and size in bytes."""
 
     file: str
@@ -94,7 +94,7 @@ class _Manifest:
     ending: str
     metadata: Mapping[str, Any]
     schema: str = ""
-    shards: tuple[_Entry, ...] = ()
+    shards: tuple[_FinishedShard, ...] = ()
 
     @property
     def file(self) -> str:
@@ -153,7 +153,7 @@ class _Manifest:
         try:
             content = json.loads(text)
             version, schema = content["version"], content["schema"]
-            shards = tuple(_Entry(**entry) for entry in content["shards"])
+            shards = tuple(_FinishedShard(**entry) for entry in content["shards"])
             theirs = {name: content[name] for name in ("format", "metadata")}
         except (ValueError, TypeError, KeyError) as exc:
             raise StateMismatchError(
@@ -335,7 +335,7 @@ class ShardWriter(abc.ABC):
         """Name the shard in the manifest, then make it visible to readers."""
         await self._send(is_end=True)
         before, index, size = self._manifest, self._index(), self._sent_bytes
-        shards = (*before.shards, _Entry(before.next_shard, self._count, size))
+        shards = (*before.shards, _FinishedShard(before.next_shard, self._count, size))
         manifest = replace(before, shards=shards, schema=self._schema())
         await self._save(manifest)
         if index is not None:  # only once no other writer is possible
@@ -558,7 +558,7 @@ class ParquetWriter(ShardWriter):
 
 
 async def write_parquet(
-    rows: "Rows | Callable[[int], Rows]",
+    rows: "RowIterable | Callable[[int], RowIterable]",
     destination: "Destination",
     name: str = "part",
     **options: Unpack[ParquetOptions],
@@ -599,7 +599,7 @@ async def write_parquet(
     return writer.shards
 
 
-async def _each(rows: Rows) -> AsyncGenerator[Mapping[str, Any], None]:
+async def _each(rows: RowIterable) -> AsyncGenerator[Mapping[str, Any], None]:
     if isinstance(rows, AsyncIterable):
         iterator = aiter(rows)
         try:

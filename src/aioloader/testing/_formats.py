@@ -9,8 +9,8 @@ from typing import Any
 
 import cloudpickle
 
-from aioloader._base.blocks import Bad
-from aioloader.datasets._streams.shards import Position, ShardFormat, ShardReader
+from aioloader._base.blocks import FailedSample
+from aioloader.datasets._streams.shards import ShardFormat, ShardPosition, ShardReader
 from aioloader.testing._frozen import compare, frozen
 
 _BUDGETS, _LIMITS = (1, 1 << 14, 1 << 24), (1, 2, 7, 1000)
@@ -101,7 +101,7 @@ async def _check_closing(made_by: ShardFormat, shard: Any) -> None:
 async def _read(
     made_by: ShardFormat,
     shard: Any,
-    position: Position | None = None,
+    position: ShardPosition | None = None,
     *,
     limit: int = 1000,
     budget: int = _BUDGETS[-1],
@@ -112,7 +112,9 @@ async def _read(
         while length := len(block := await reader.pull(limit)):
             assert length <= limit, f"pull({limit}) gave {length} samples"
             samples += [
-                ("failed", str(sample.error)) if type(sample) is Bad else frozen(sample)
+                ("failed", str(sample.error))
+                if type(sample) is FailedSample
+                else frozen(sample)
                 for sample in block
             ]
         assert not len(await reader.pull(limit)), "there are samples after the end"

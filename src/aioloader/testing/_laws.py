@@ -19,13 +19,13 @@ from typing import Any, TypeAlias
 import cloudpickle
 import torch
 
-from aioloader._base.outlast import in_thread
+from aioloader._base.cancellation import in_thread
 from aioloader._base.warnings import warn
 from aioloader._loader.loader import DataLoader
 from aioloader._workers.worker_spec import send_by_value_what_cannot_be_imported
 from aioloader.testing._frozen import compare, frozen
 
-Make: TypeAlias = Callable[[], "DataLoader[Any]"]
+MakeLoader: TypeAlias = Callable[[], "DataLoader[Any]"]
 # Seeds of torch's default generator: of the run, and of the processes that resume it.
 _FIRST, _ANEW = 0, 1
 _EPOCHS = 3
@@ -33,10 +33,10 @@ _NEXT = ("", "the next epoch", "the epoch after the next")
 
 
 def assert_resumes_exactly(
-    make_loader: Make,
+    make_loader: MakeLoader,
     *,
     stops: Iterable[int] | None = None,
-    resume_in: Make | None = None,
+    resume_in: MakeLoader | None = None,
     limit: int | None = None,
     new_process: bool = True,
 ) -> None:
@@ -73,10 +73,10 @@ def assert_resumes_exactly(
 
 
 async def assert_resumes_exactly_async(
-    make_loader: Make,
+    make_loader: MakeLoader,
     *,
     stops: Iterable[int] | None = None,
-    resume_in: Make | None = None,
+    resume_in: MakeLoader | None = None,
     limit: int | None = None,
     new_process: bool = True,
 ) -> None:
@@ -174,7 +174,9 @@ class _Resume:
     in_order: bool
     limit: int | None  # batches to take, if not all
 
-    def check(self, make: Make, half: int = -1) -> "Generator[_Life, None, _Life]":
+    def check(
+        self, make: MakeLoader, half: int = -1
+    ) -> "Generator[_Life, None, _Life]":
         """Yield a loader to iterate, check its batches, and return its results."""
         torch.manual_seed(_ANEW + self.place)
         loader = make()
@@ -196,8 +198,8 @@ class _Resume:
 
 
 def _law(
-    make: Make,
-    make_other: Make,
+    make: MakeLoader,
+    make_other: MakeLoader,
     stops: Iterable[int] | None,
     limit: int | None,
     resumes: list[_Resume],
@@ -233,7 +235,7 @@ def _law(
 
 
 def _resume_in_new_process(
-    make: Make, resumes: list[_Resume], *, is_async: bool
+    make: MakeLoader, resumes: list[_Resume], *, is_async: bool
 ) -> None:
     """Resume the first, middle and last one where nothing is left of this process.
 

@@ -33,7 +33,7 @@ from aioloader._workers.process.messages import (
     slot_of,
     unpack,
 )
-from aioloader._workers.process.replicas import Replicas
+from aioloader._workers.process.replicas import StreamReplicas
 from aioloader._workers.reducers import REDUCERS
 from aioloader._workers.remote_tasks import of_both, opened, unopened
 from aioloader._workers.worker_spec import WorkerSpec
@@ -147,10 +147,10 @@ class Dispatcher:
         self.tickets: dict[int, Ticket] = {}
         self._names = itertools.count()
         self._has_copies = spec.keeps_state
-        self.replicas: Replicas | None = None
+        self.replicas: StreamReplicas | None = None
         if spec.is_stream():
             has_state = is_stateful(spec.dataset)
-            self.replicas = Replicas(spec.num_workers, has_state=has_state)
+            self.replicas = StreamReplicas(spec.num_workers, has_state=has_state)
         self.samples: ArenaWriter | None = None
         # Who may read a slot of samples: any worker with this ticket, or the worker
         # that has answered it.
@@ -271,7 +271,7 @@ class Dispatcher:
                 result = BatchResult(value)
             else:
                 result, failures = opened(value, task)
-        result.made, result.lane = of_both(task, made), number
+        result.made, result.worker = of_both(task, made), number
         if self._has_copies or self.replicas is not None or ticket.slot is not None:
             result = self._note(worker, ticket, result)
         task.samples = []

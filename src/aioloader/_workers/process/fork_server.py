@@ -19,7 +19,7 @@ from multiprocessing import connection
 from aioloader._base.forks import close_in_children, fork_safe
 from aioloader._base.machine import lack_of_linux
 from aioloader._transport.channel import MAX_DESCRIPTORS, Channel
-from aioloader._workers.kept import Servers
+from aioloader._workers.idle import IdleSupervisors
 from aioloader._workers.process.launcher import PATIENCE, Launcher
 from aioloader._workers.process.supervisor import Supervisor, names_of_threads
 from aioloader._workers.rng import seed_worker
@@ -135,11 +135,11 @@ class ServedLauncher(Launcher):
     def __init__(
         self,
         spec: WorkerSpec,
-        servers: Servers,
+        supervisors: IdleSupervisors,
         ends: Sequence[int],
         stack: contextlib.ExitStack,
     ) -> None:
-        self._servers = servers
+        self._supervisors = supervisors
         self._surroundings = Surroundings()
         file, *self._shared = ship(spec)
         for descriptor in (file, *self._shared):
@@ -147,9 +147,9 @@ class ServedLauncher(Launcher):
         self._descriptors = file, *ends
 
     def open(self) -> None:
-        order = self._surroundings, self._servers.is_shared
+        order = self._surroundings, self._supervisors.is_shared
         while True:
-            idle = self._servers.take()
+            idle = self._supervisors.take()
             self.control = idle.control if idle else _new_supervisor()
             with contextlib.suppress(OSError):  # ``notes`` finds that it has died
                 for k in range(0, len(self._shared), MAX_DESCRIPTORS):
@@ -165,7 +165,7 @@ class ServedLauncher(Launcher):
         """Wait until the workers have ended; the supervisor is kept."""
         for note in self.notes(timeout):
             if note.word == "ended" and self.control is not None:
-                self._servers.give_back(self.control, self._supervisor)
+                self._supervisors.give_back(self.control, self._supervisor)
                 self.control = None
         return self.control is None
 

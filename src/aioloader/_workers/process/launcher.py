@@ -22,12 +22,12 @@ from typing import Any
 
 from aioloader._base.forks import without_collector
 from aioloader._transport.channel import Channel
-from aioloader._workers.kept import Servers, wait_or_kill
+from aioloader._workers.idle import IdleSupervisors, wait_or_kill
 from aioloader._workers.process.supervisor import (
     ASKED,
     TERMINATED,
     UNKNOWN,
-    Note,
+    SupervisorReport,
     be_forked,
 )
 from aioloader._workers.worker_spec import WorkerSpec
@@ -45,7 +45,9 @@ _ALIVE, _UP, _LONGER, _FORKING = 10.0, 0.3, 1.3, 30.0
 class Launcher:
     """The channel to a supervisor, which starts workers that share ``ends``."""
 
-    _servers: Servers  # of the loader, which waits for the supervisor when it closes
+    _supervisors: (
+        IdleSupervisors  # of the loader, which waits for the supervisor when it closes
+    )
     control: Channel | None = None
     _supervisor = 0  # pid, once known
     _process: Any = None  # if it is a child of this process
@@ -72,7 +74,7 @@ class Launcher:
         if not control.send_frame(frame, descriptors):
             raise BlockingIOError("the workers' supervisor accepts no instructions")
 
-    def notes(self, timeout: float = 0.0) -> Iterator[Note]:
+    def notes(self, timeout: float = 0.0) -> Iterator[SupervisorReport]:
         """Yield notes as they come, for ``timeout`` seconds; the last is "orphaned".
 
         If the supervisor is replaced meanwhile, those of the next one follow.
@@ -85,12 +87,12 @@ class Launcher:
                 if self._is_over:
                     self.hang_up()
                 else:
-                    yield Note("orphaned")
+                    yield SupervisorReport("orphaned")
                 if self.control is control:
                     return
                 continue
             if received is not None:
-                note: Note = pickle.loads(received[0])  # noqa: S301  (our own process)
+                note: SupervisorReport = pickle.loads(received[0])  # noqa: S301  (our own process)
                 if note.word == "up":
                     self._supervisor = note.number
                 yield note
@@ -124,7 +126,7 @@ class Launcher:
             control.shutdown(socket.SHUT_WR)
             what = control, self._supervisor, self._process, self._patience
             self._process = None
-            self._servers.wait_later(partial(wait_or_kill, *what))
+            self._supervisors.wait_later(partial(wait_or_kill, *what))
 
     def advice(self) -> str:
         """Return what to try if a worker is stuck."""
@@ -134,9 +136,11 @@ class Launcher:
 class ForkLauncher(Launcher):
     """Fork a supervisor, which inherits ``spec``, as ``multiprocessing`` does."""
 
-    def __init__(self, spec: WorkerSpec, servers: Servers, ends: Sequence[int]) -> None:
+    def __init__(
+        self, spec: WorkerSpec, supervisors: IdleSupervisors, ends: Sequence[int]
+    ) -> None:
         self._spec: WorkerSpec | None = spec
-        self._servers = servers
+        self._supervisors = supervisors
         self._ends = ends
 
     def open(self) -> None:

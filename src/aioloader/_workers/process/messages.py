@@ -25,8 +25,8 @@ from aioloader._transport.codec import (
     ALIGN,
     LEAST_BYTES,
     Buffers,
-    Copies,
-    Place,
+    Extent,
+    PendingCopies,
     Reducers,
     aligned,
     decode,
@@ -34,10 +34,10 @@ from aioloader._transport.codec import (
     encode,
     lay_out,
 )
-from aioloader._workers.reducers import Span, reducers
+from aioloader._workers.reducers import BufferSpan, reducers
 
-Array: TypeAlias = "np.ndarray[Any, Any]"
-Encode: TypeAlias = Callable[[Any, Reducers, int], tuple[bytes, Buffers]]
+BatchArray: TypeAlias = "np.ndarray[Any, Any]"
+EncodeBatch: TypeAlias = Callable[[Any, Reducers, int], tuple[bytes, Buffers]]
 
 RESULT_HEAD = struct.Struct("<BHq8d")
 STAGES = ("fetch", "transform", "collate", "send")
@@ -86,7 +86,7 @@ class Packer(threading.local):
     """
 
     def __init__(
-        self, arena: ArenaWriter, inline_bytes: int, encode: Encode = encode
+        self, arena: ArenaWriter, inline_bytes: int, encode: EncodeBatch = encode
     ) -> None:
         self._arena = arena
         self._encode = encode
@@ -128,8 +128,8 @@ class Packer(threading.local):
         """Return the parts of a small batch of plain tensors, or None."""
         if self._ref is not None:
             return None
-        arrays: list[Array] = []
-        spans: list[Place] = []
+        arrays: list[BatchArray] = []
+        spans: list[Extent] = []
         kinds: list[Any] = []
         try:
             form = _form_of(value, arrays, spans, kinds)
@@ -145,7 +145,7 @@ class Packer(threading.local):
         return parts
 
     def _pickled(self, value: Any) -> list[Any]:
-        spans: list[Span] = []
+        spans: list[BufferSpan] = []
         header, buffers = self._encode(value, reducers(spans.append), LEAST_BYTES)
         places = [(address, nbytes) for _, address, nbytes in spans]
         has_small = any(nbytes < LEAST_BYTES for _, nbytes in places)
@@ -176,7 +176,7 @@ class Packer(threading.local):
         self._forget()
         return _heads(ref, used, header, places)
 
-    def _place(self, raws: list[memoryview], addresses: list[int]) -> list[Place]:
+    def _place(self, raws: list[memoryview], addresses: list[int]) -> list[Extent]:
         """Copy other buffers into the slot; move all if it is too small."""
         if self._ref is not None:
             begin, size = _address(self._view), len(self._view)
@@ -202,13 +202,13 @@ class Packer(threading.local):
 
 
 def _heads(
-    slot: tuple[int, int, int], used: int, header: bytes, places: list[Place]
+    slot: tuple[int, int, int], used: int, header: bytes, places: list[Extent]
 ) -> list[bytes]:
     head = _HEAD.pack(*slot, used, len(header), len(places))
     return [head, *(_PLACE.pack(*place) for place in places), header]
 
 
-def _copy(copies: Copies, memory: memoryview) -> None:
+def _copy(copies: PendingCopies, memory: memoryview) -> None:
     for start, raw in copies:
         memory[start : start + raw.nbytes] = raw
 
@@ -276,7 +276,7 @@ def used_of(frame: bytes | memoryview, at: int) -> int:
 
 
 def _form_of(
-    value: Any, arrays: list[Array], spans: list[Place], kinds: list[Any]
+    value: Any, arrays: list[BatchArray], spans: list[Extent], kinds: list[Any]
 ) -> Any:
     """Return the structure of a batch; append arrays, their memory, types and shapes.
 

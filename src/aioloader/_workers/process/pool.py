@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any
 from aioloader._base.cpu_threads import refuse_gevent
 from aioloader._base.forks import close_in_children, fork_safe
 from aioloader._pipeline.batch_task import BatchTask
+from aioloader._pipeline.lasting_pool import LastingPool
 from aioloader._pipeline.pipeline import Pipeline
-from aioloader._pipeline.roles import LastingPool
 from aioloader._transport.arena import ArenaReader, InFlight
 from aioloader._transport.channel import Channel, read_small
 from aioloader._transport.slots import Locker
-from aioloader._workers.kept import Servers
+from aioloader._workers.idle import IdleSupervisors
 from aioloader._workers.process.dispatcher import Dispatcher, KernelQueue, Worker
 from aioloader._workers.process.launcher import PATIENCE, ForkLauncher
 from aioloader._workers.process.messages import (
@@ -33,7 +33,7 @@ from aioloader._workers.process.messages import (
     STAGES,
     unpack,
 )
-from aioloader._workers.process.supervisor import UNKNOWN, Note
+from aioloader._workers.process.supervisor import UNKNOWN, SupervisorReport
 from aioloader._workers.worker_spec import WorkerSpec
 from aioloader.errors import LoaderClosedError
 
@@ -52,10 +52,10 @@ class WorkerPool(LastingPool):
 
     _dispatcher: Dispatcher
 
-    def __init__(self, servers: Servers) -> None:
+    def __init__(self, supervisors: IdleSupervisors) -> None:
         if "gevent.monkey" in sys.modules:
             refuse_gevent()
-        self._servers = servers
+        self._supervisors = supervisors
         self._lock = fork_safe(threading.RLock())  # a finalizer may need it too
         self._is_over = self._is_ended = False
         self._left: BaseException | None = None  # raised by leaving a lifespan
@@ -101,8 +101,8 @@ class WorkerPool(LastingPool):
         from aioloader._workers.process.recovery import Death, recover
 
         death = Death(worker, exitcode, stack)
-        with self._servers.counting:
-            self._servers.deaths += 1
+        with self._supervisors.counting:
+            self._supervisors.deaths += 1
         if death.taken:
             worker.starts = 0  # it had taken a batch, whose ticket counts deaths
         died = f"worker {worker.number} (pid {worker.pid}) died, {death.cause}"
@@ -117,8 +117,8 @@ class WorkerPool(LastingPool):
             self._fail(death.error(reason))
             return
         _LOG.warning("%s; it is replaced, and its batches are made again", died)
-        with self._servers.counting:
-            self._servers.restarts += 1
+        with self._supervisors.counting:
+            self._supervisors.restarts += 1
         self._start(worker)
 
     def _fail(self, error: BaseException) -> None:
@@ -196,9 +196,13 @@ class ProcessPool(WorkerPool):
     _launcher: "ForkLauncher | ServedLauncher"
 
     def __init__(
-        self, spec: WorkerSpec, method: str, servers: Servers, locker: Locker | None
+        self,
+        spec: WorkerSpec,
+        method: str,
+        supervisors: IdleSupervisors,
+        locker: Locker | None,
     ) -> None:
-        super().__init__(servers)
+        super().__init__(supervisors)
         self._joining = fork_safe(threading.Lock())
         self._rest = b""  # the beginning of a small result
         with contextlib.ExitStack() as stack, contextlib.ExitStack() as starting:
@@ -223,11 +227,11 @@ class ProcessPool(WorkerPool):
             if self._dispatcher.samples is not None:
                 shared.append(self._dispatcher.samples.descriptor)
             if are_forks:
-                self._launcher = ForkLauncher(spec, servers, shared)
+                self._launcher = ForkLauncher(spec, supervisors, shared)
             else:
                 from aioloader._workers.process.fork_server import ServedLauncher
 
-                self._launcher = ServedLauncher(spec, servers, shared, stack)
+                self._launcher = ServedLauncher(spec, supervisors, shared, stack)
             starting.callback(self._launcher.close)
             close_in_children(self._abandon)  # before workers are forked from here
             self._launcher.open()
@@ -290,7 +294,7 @@ class ProcessPool(WorkerPool):
         text = stack_of(worker.pid, self.stack)
         return "\n".join(filter(None, [text, self._launcher.advice()]))
 
-    def _handle(self, note: Note) -> None:
+    def _handle(self, note: SupervisorReport) -> None:
         if note.word == "failed":
             assert note.error is not None
             self._fail(note.error.raisable())
@@ -299,7 +303,7 @@ class ProcessPool(WorkerPool):
         elif note.word == "died":
             self._died(self._dispatcher.workers[note.worker], note.number)
         elif note.word == "threads":
-            self._servers.is_shared = False  # each worker unpickles
+            self._supervisors.is_shared = False  # each worker unpickles
             self._launcher.reopen()
             for worker in self._dispatcher.workers:
                 worker.starts = 0

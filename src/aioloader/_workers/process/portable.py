@@ -29,7 +29,7 @@ from aioloader._base.machine import lack_of_linux
 from aioloader._base.warnings import warn
 from aioloader._transport.segments import Lender
 from aioloader._transport.slots import Locker
-from aioloader._workers.kept import Servers
+from aioloader._workers.idle import IdleSupervisors
 from aioloader._workers.process.dispatcher import Dispatcher, Queue, Worker
 from aioloader._workers.process.messages import (
     LEFT,
@@ -52,7 +52,7 @@ LENT = struct.Struct("<?qq?")
 _LOOK, _STACK, _PAUSE, _PATIENCE = 1.0, 1.0, 0.01, ASKED + 2 * TERMINATED + 2.0
 
 
-class Link:
+class ProcessLink:
     """One process of a worker: its pipes, its end, and the requests that it has."""
 
     def __init__(self, worker: Worker, shared: list[int], surroundings: bytes) -> None:
@@ -175,12 +175,12 @@ def _inherited(pipes: list[int], files: list[int]) -> tuple[list[int], dict[str,
     return handles, {"startupinfo": startup, "creationflags": flags}
 
 
-class Desk(Queue):
+class ProcessQueue(Queue):
     """Requests for any of some processes, or for one: each gets some at a time."""
 
     def __init__(self, depth: int) -> None:
         self.waiting = deque()
-        self.links: list[Link] = []
+        self.links: list[ProcessLink] = []
         self._depth = depth
 
     def send(self, ticket: int, frame: bytes) -> bool:
@@ -203,13 +203,13 @@ class PortablePool(WorkerPool):
     """Worker processes that the standard library connects; threads read results."""
 
     def __init__(
-        self, spec: WorkerSpec, servers: Servers, locker: Locker | None
+        self, spec: WorkerSpec, supervisors: IdleSupervisors, locker: Locker | None
     ) -> None:
-        super().__init__(servers)
-        self._links: dict[int, Link] = {}  # by worker
-        self._all: set[Link] = set()  # until they are reaped
+        super().__init__(supervisors)
+        self._links: dict[int, ProcessLink] = {}  # by worker
+        self._all: set[ProcessLink] = set()  # until they are reaped
         self._gone = fork_safe(threading.Condition(fork_safe(threading.RLock())))
-        make_queue = partial(Desk, 2 if spec.is_plain else spec.window + 1)
+        make_queue = partial(ProcessQueue, 2 if spec.is_plain else spec.window + 1)
         self._surroundings = pickle.dumps(
             (Surroundings(), multiprocessing.current_process().name), 5
         )
@@ -234,7 +234,7 @@ class PortablePool(WorkerPool):
     def _start(self, worker: Worker) -> None:
         worker.starts += 1
         try:
-            link = Link(worker, self._shared, self._surroundings)
+            link = ProcessLink(worker, self._shared, self._surroundings)
         except OSError as error:
             text = f"worker process {worker.number} could not be started: {error}"
             raise WorkerStartError(text) from error
@@ -245,7 +245,7 @@ class PortablePool(WorkerPool):
         start_thread(threading.Thread(target=run, name=name, daemon=True))
         self._dispatcher.flush()
 
-    def _listen(self, link: Link) -> None:
+    def _listen(self, link: ProcessLink) -> None:
         """Take the results of a process; when it has ended, replace it."""
         with contextlib.suppress(EOFError, OSError):
             while True:
@@ -266,7 +266,7 @@ class PortablePool(WorkerPool):
             self._all.remove(link)
             self._gone.notify_all()
 
-    def _accept(self, link: Link, frame: bytes) -> None:
+    def _accept(self, link: ProcessLink, frame: bytes) -> None:
         kind, _, ticket, *_ = RESULT_HEAD.unpack_from(frame)
         with self._lock:
             if (slot := slot_of(frame, RESULT_HEAD.size)) is not None:
@@ -309,7 +309,7 @@ class PortablePool(WorkerPool):
         self._is_over = True
         for link in list(self._all):
             link.hang_up()
-        self._servers.wait_later(self._wait)
+        self._supervisors.wait_later(self._wait)
 
     def _wait(self) -> bool:
         with self._gone:
@@ -330,7 +330,7 @@ def _warn_of_start(why: str) -> None:
 
 
 def start_unforked(
-    spec: WorkerSpec, method: str, servers: Servers, locker: Locker | None
+    spec: WorkerSpec, method: str, supervisors: IdleSupervisors, locker: Locker | None
 ) -> WorkerPool:
     """Start workers without forking this process: by a fork server, or as above."""
     lack = lack_of_linux()
@@ -340,7 +340,7 @@ def start_unforked(
 
         threads = warm_fork_server().wait()
         if not threads:
-            return ProcessPool(spec, method, servers, locker)
+            return ProcessPool(spec, method, supervisors, locker)
         _warn_of_start(
             f"every Python process here starts threads ({threads}), an agent's or an "
             "import's, and cannot be forked; keep the agent out of workers, or let "
@@ -348,4 +348,4 @@ def start_unforked(
         )
     elif lack and lack != "Linux":
         _warn_of_start(f"those of Linux need {lack}")
-    return PortablePool(spec, servers, locker)
+    return PortablePool(spec, supervisors, locker)

@@ -16,7 +16,7 @@ from pathlib import Path
 from aioloader._pipeline.batch_task import BatchResult, shorten
 from aioloader._workers.process.dispatcher import Dispatcher, Worker
 from aioloader._workers.process.messages import STAGES
-from aioloader._workers.process.replicas import Replicas
+from aioloader._workers.process.replicas import StreamReplicas
 from aioloader._workers.process.supervisor import UNKNOWN, kill_group
 from aioloader._workers.process.worker_main import STACK_SIGNAL
 from aioloader.errors import WorkerDiedError
@@ -92,7 +92,9 @@ def recover(dispatcher: Dispatcher, death: Death) -> None:
             dead.queue.waiting.append(ticket.request)
 
 
-def _end_streams(dispatcher: Dispatcher, replicas: Replicas, death: Death) -> None:
+def _end_streams(
+    dispatcher: Dispatcher, replicas: StreamReplicas, death: Death
+) -> None:
     """End the streams that a dead worker was reading, unless they can continue."""
     dead, tickets = death.worker, dispatcher.tickets
     held = [tickets[one.ticket] for one in death.taken if one.ticket in tickets]

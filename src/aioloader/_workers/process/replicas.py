@@ -10,7 +10,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from aioloader._order.epoch import Bookmark, Progress
+from aioloader._order.epoch import EpochPosition, Progress
 from aioloader._pipeline.batch_task import BatchResult, BatchTask
 from aioloader._pipeline.pipeline import Pipeline
 from aioloader._pipeline.position import has_state
@@ -18,7 +18,7 @@ from aioloader.errors import WorkerDiedError
 
 
 @dataclass(eq=False, repr=False)
-class _Stream:
+class _ReplicaStream:
     """What one worker reads in one iteration."""
 
     has_begun: bool = False  # whether its process has started to read
@@ -28,14 +28,14 @@ class _Stream:
     state: Any = None  # its last state, if it was continued after a death
 
 
-class Replicas:
+class StreamReplicas:
     """The streams of each iteration, for ``number`` workers."""
 
     def __init__(self, number: int, *, has_state: bool = False) -> None:
         self._number = number
         self._has_state = has_state
-        self._streams: defaultdict[Pipeline, list[_Stream]] = defaultdict(
-            lambda: [_Stream() for _ in range(number)]
+        self._streams: defaultdict[Pipeline, list[_ReplicaStream]] = defaultdict(
+            lambda: [_ReplicaStream() for _ in range(number)]
         )
 
     def result_of(
@@ -63,7 +63,7 @@ class Replicas:
         if stream.read is None:
             first = pipeline.bookmark.states.get(worker)
             states = {} if first is None else {0: first}
-            stream.read = Progress(Bookmark(number, states=states))
+            stream.read = Progress(EpochPosition(number, states=states))
         return None if stream.has_begun else self.resume_of(pipeline, worker)
 
     def resume_of(self, pipeline: Pipeline, worker: int) -> Any:
@@ -114,7 +114,7 @@ class Replicas:
                     stream.has_ended, stream.lost = True, error
         return continued
 
-    def _rewind(self, stream: _Stream) -> bool:
+    def _rewind(self, stream: _ReplicaStream) -> bool:
         """Let a stream start from its last state; return whether that is known."""
         if stream.read is None:
             return False

@@ -46,7 +46,7 @@ UNKNOWN = -1000
 _OURS = {signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGCHLD", signal.SIGTERM)}
 
 
-class Note(NamedTuple):
+class SupervisorReport(NamedTuple):
     """A report of a supervisor to the loader."""
 
     # ``"alive"`` (it runs), ``"up"`` (it can fork; its pid), ``"born"`` (worker, pid),
@@ -92,7 +92,7 @@ class Supervisor:
         finally:
             self._kill_all()
 
-    def tell(self, note: Note) -> None:
+    def tell(self, note: SupervisorReport) -> None:
         with contextlib.suppress(OSError):  # it is gone, or does not read
             self.control.send_frame(pickle.dumps(note, 5))
 
@@ -134,7 +134,7 @@ class Supervisor:
         """
         self._file, *self.ends = descriptors
         self._surroundings = surroundings
-        self.tell(Note("up", number=os.getpid()))
+        self.tell(SupervisorReport("up", number=os.getpid()))
         try:
             surroundings.enter()
             # If user code is stuck, this process would not see the loader's end.
@@ -143,10 +143,10 @@ class Supervisor:
                 self.spec = receive(self._file)
             worker_main.die_with(None)
         except BaseException as error:
-            self.tell(Note("failed", error=RemoteError.of(error, 0)))
+            self.tell(SupervisorReport("failed", error=RemoteError.of(error, 0)))
             return False
         if names_of_threads():
-            self.tell(Note("threads"))
+            self.tell(SupervisorReport("threads"))
             return False
         return True
 
@@ -166,10 +166,10 @@ class Supervisor:
             self.spec, self.ends = None, []
             sharing.received.clear()
             gc.collect()
-            self.tell(Note("ended"))
+            self.tell(SupervisorReport("ended"))
 
     def _start(self, worker: int, descriptors: list[int]) -> None:
-        ends = worker_main.Ends(*descriptors, *self.ends)
+        ends = worker_main.WorkerDescriptors(*descriptors, *self.ends)
         process: Any = multiprocessing.get_context("fork").Process(
             target=self._be_worker, args=(worker, ends), name=f"aioloader-{worker}"
         )
@@ -183,9 +183,9 @@ class Supervisor:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         for descriptor in descriptors:
             os.close(descriptor)
-        self.tell(Note("born", worker, process.pid))
+        self.tell(SupervisorReport("born", worker, process.pid))
 
-    def _be_worker(self, worker: int, ends: worker_main.Ends) -> None:
+    def _be_worker(self, worker: int, ends: worker_main.WorkerDescriptors) -> None:
         supervisor = os.getppid()
         gc.freeze()  # a collection would touch, and so copy, every page
         own: Any = multiprocessing.process
@@ -207,14 +207,14 @@ class Supervisor:
             gc.enable()
         return spec
 
-    def _reap(self, watched: int) -> Note:
+    def _reap(self, watched: int) -> SupervisorReport:
         worker, process = self._workers.pop(watched)
         os.close(watched)
         kill_group(process.pid)  # children that the worker has left
         process.join()
         status = process.exitcode
         process.close()
-        return Note("died", worker, status)
+        return SupervisorReport("died", worker, status)
 
     def _kill_all(self) -> None:
         for _, process in self._workers.values():
@@ -247,10 +247,10 @@ def be_forked(
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     process: Any = multiprocessing.current_process()
     process._config["daemon"] = False  # noqa: SLF001  (it and its workers have children)
-    supervisor.tell(Note("alive"))
+    supervisor.tell(SupervisorReport("alive"))
     torch.set_num_threads(1)
     _try_locks()
-    supervisor.tell(Note("up", number=os.getpid()))
+    supervisor.tell(SupervisorReport("up", number=os.getpid()))
     importlib.import_module("numpy.random")  # for all workers; it takes 6 ms
     supervisor.serve()
 

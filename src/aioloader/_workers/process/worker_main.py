@@ -24,15 +24,15 @@ import torch
 
 from aioloader._base.forks import reopen_files
 from aioloader._base.raising import usable
-from aioloader._base.records import NOT_MADE, Made
+from aioloader._base.records import NOT_MADE, BatchTimes
 from aioloader._base.retry import last_error
-from aioloader._order.epoch import Bookmark
+from aioloader._order.epoch import EpochPosition
 from aioloader._pipeline.batch_maker import BatchMaker
 from aioloader._pipeline.batch_task import BatchResult, BatchTask
-from aioloader._pipeline.host import GRACE, Hosts
 from aioloader._pipeline.lifespan import Lifespan
 from aioloader._pipeline.pipeline import Pipeline
-from aioloader._pipeline.stream import Stream
+from aioloader._pipeline.runner import GRACE, Runners
+from aioloader._pipeline.stream import StreamBatcher
 from aioloader._transport.arena import PLACES, ArenaReader, ArenaWriter
 from aioloader._transport.channel import Channel, write_small
 from aioloader._transport.codec import decode
@@ -66,7 +66,7 @@ _KEPT_BYTES, _MAPPED_BYTES = 1 << 26, 1 << 25
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 
 
-class Ends(NamedTuple):
+class WorkerDescriptors(NamedTuple):
     """Descriptors of a worker."""
 
     arena: int  # the memory for its batches, and the table of those in flight
@@ -183,7 +183,11 @@ class Endpoint(abc.ABC):
         self._arena.clear(place)
 
     def send(
-        self, kind: int, ticket: int = -1, value: Any = None, made: Made = NOT_MADE
+        self,
+        kind: int,
+        ticket: int = -1,
+        value: Any = None,
+        made: BatchTimes = NOT_MADE,
     ) -> None:
         head = RESULT_HEAD.pack(kind, self.id, ticket, *made)
         self.send_frame(kind, b"".join((head, *self._packer.pack(value))))
@@ -192,7 +196,7 @@ class Endpoint(abc.ABC):
 class KernelEndpoint(Endpoint):
     """Requests from a queue in the kernel, results to a channel and a pipe."""
 
-    def __init__(self, worker: int, ends: Ends) -> None:
+    def __init__(self, worker: int, ends: WorkerDescriptors) -> None:
         super().__init__(worker, ArenaWriter(ends.arena))
         self._ends = ends
         self._results = Channel.adopt(ends.results)
@@ -231,7 +235,7 @@ def _end_process(error: BaseException) -> NoReturn:
     os._exit(code if isinstance(code, int) else 1)
 
 
-def settle(worker: int, ends: Ends, supervisor: int) -> None:
+def settle(worker: int, ends: WorkerDescriptors, supervisor: int) -> None:
     """Make this process a worker: signals, session, name, threads."""
     # Its children end with it, and debuggers may read the terminal. Where Linux groups
     # tasks by session (sched_autogroup), a worker gets its share next to busy sessions.
@@ -307,7 +311,7 @@ def run(endpoint: Endpoint, load: Callable[[], WorkerSpec]) -> None:
 
 
 def _serve_sync(endpoint: Endpoint) -> None:
-    maker, enter, streams = endpoint.maker, endpoint.enter, dict[int, Stream]()
+    maker, enter, streams = endpoint.maker, endpoint.enter, dict[int, StreamBatcher]()
     read: Callable[[BatchTask], object] | None = None
     if maker.reads:
         read = partial(maker.read, pause=endpoint.pause)
@@ -332,7 +336,7 @@ def _serve_sync(endpoint: Endpoint) -> None:
                     stream = streams.get(request.iteration)
                     if stream is None:
                         state, keys = request.resume or (None, None)
-                        stream = Stream(maker, resume=state, keys=keys)
+                        stream = StreamBatcher(maker, resume=state, keys=keys)
                         streams[request.iteration] = stream
                     read = stream.pull
                 result = task.result or maker.make(task, read, enter)
@@ -363,9 +367,9 @@ class _Server:
             self._free.put(place)
         # By the task's identity: the ticket, and the places that are free afterwards.
         self._held: dict[int, tuple[int, list[int]]] = {}
-        self._hosts = Hosts(spec.dataset, spec.lifespan)
-        self._hosts.keep()
-        self._host = self._hosts.lease("loop")
+        self._runners = Runners(spec.dataset, spec.lifespan)
+        self._runners.keep()
+        self._runner = self._runners.lease("loop")
         self._pipelines: dict[int, Pipeline] = {}
 
     def serve(self) -> None:
@@ -374,8 +378,8 @@ class _Server:
         The lifespan of the dataset is entered on the loop that reads it.
         """
         endpoint = self._endpoint
-        self._host.open()
-        failure = self._host.failure()
+        self._runner.open()
+        failure = self._runner.failure()
         if failure is not None:
             endpoint.give_up(failure)
         endpoint.send(READY)
@@ -412,9 +416,9 @@ class _Server:
             pipeline.dismiss()
         for pipeline in self._pipelines.values():
             pipeline.ended.wait(GRACE)
-        self._host.release()
-        self._hosts.leave()
-        self._endpoint.leave(self._hosts.release)
+        self._runner.release()
+        self._runners.leave()
+        self._endpoint.leave(self._runners.release)
 
     def _pipeline_of(self, request: Request) -> Pipeline:
         # Map-style datasets have no state per iteration: one pipeline serves all.
@@ -423,8 +427,10 @@ class _Server:
         if pipeline is None:
             pipeline = self._pipelines[key] = Pipeline(
                 self._endpoint.maker,
-                self._hosts.lease("loop"),
-                bookmark=Bookmark(states={0: request.resume and request.resume[0]}),
+                self._runners.lease("loop"),
+                bookmark=EpochPosition(
+                    states={0: request.resume and request.resume[0]}
+                ),
                 sink=self._deliver,
             )
         return pipeline

@@ -17,15 +17,15 @@ from typing import NamedTuple
 
 import torch
 
+from aioloader._base.cancellation import in_thread
 from aioloader._base.cpu_threads import stack_of
-from aioloader._base.outlast import in_thread
 from aioloader._pipeline.batch_task import BatchResult, BatchTask
-from aioloader._pipeline.host import GRACE, Hosts
 from aioloader._pipeline.pipeline import Pipeline
+from aioloader._pipeline.runner import GRACE, Runners
 from aioloader._transport.codec import decode
 from aioloader._workers.info import SEEDS
 from aioloader._workers.remote_tasks import (
-    Packed,
+    PackedTask,
     RemoteError,
     maker_of,
     open_request,
@@ -37,7 +37,7 @@ from aioloader._workers.worker_spec import WorkerSpec
 _SHARED_BYTES = 1 << 16
 
 
-class Begun(NamedTuple):
+class ActorStarted(NamedTuple):
     """An actor's report that its process is ready or cannot start."""
 
     pid: int
@@ -51,12 +51,14 @@ class RayActor:
     def __init__(self, number: int) -> None:
         self._number = number
         self._pipeline: Pipeline | None = None
-        self._hosts = Hosts(())
+        self._runners = Runners(())
         self._made: dict[int, Future[BatchResult]] = {}  # by the task's identity
 
-    def begin(self, packed: Packed, path: list[str], dtype: torch.dtype) -> Begun:
+    def begin(
+        self, packed: PackedTask, path: list[str], dtype: torch.dtype
+    ) -> ActorStarted:
         """Start with a ``WorkerSpec`` and settings of the loader's process, once."""
-        me = Begun(os.getpid(), platform.node())
+        me = ActorStarted(os.getpid(), platform.node())
         if self._pipeline is None:
             try:
                 sys.path += [folder for folder in path if folder not in sys.path]
@@ -67,7 +69,7 @@ class RayActor:
                 return me._replace(error=RemoteError.of(error, self._number))
         return me
 
-    def make(self, request: Packed) -> Packed | None:
+    def make(self, request: PackedTask) -> PackedTask | None:
         """Make a batch; return None if this process has not begun."""
         if self._pipeline is None:
             return None
@@ -92,21 +94,23 @@ class RayActor:
         if self._pipeline is not None:
             self._pipeline.dismiss()
             self._pipeline.ended.wait(GRACE)
-            self._hosts.leave()
-            self._hosts.release()
+            self._runners.leave()
+            self._runners.release()
 
     def _start(self, spec: WorkerSpec) -> Pipeline:
         spec.begin(self._number)
         maker = maker_of(spec, **SEEDS)
-        self._hosts = Hosts(*((spec.dataset, spec.lifespan) if spec.reads else ((),)))
-        self._hosts.keep()
-        host = self._hosts.lease("thread" if spec.is_plain else "loop")
+        self._runners = Runners(
+            *((spec.dataset, spec.lifespan) if spec.reads else ((),))
+        )
+        self._runners.keep()
+        runner = self._runners.lease("thread" if spec.is_plain else "loop")
         start = spec.initialise, self._number, maker
-        asyncio.run(in_thread(*start, executor=host.cpu))
-        host.open()
-        if (failure := host.failure()) is not None:
+        asyncio.run(in_thread(*start, executor=runner.cpu))
+        runner.open()
+        if (failure := runner.failure()) is not None:
             raise failure
-        return Pipeline(maker, host, sink=self._deliver)
+        return Pipeline(maker, runner, sink=self._deliver)
 
     def _deliver(self, task: BatchTask, result: BatchResult) -> None:
         """Pass a result to ``make``, from any thread."""
@@ -115,7 +119,7 @@ class RayActor:
         self._made.pop(id(task)).set_result(result)
 
 
-def _opened(packed: Packed) -> WorkerSpec:
+def _opened(packed: PackedTask) -> WorkerSpec:
     """Return the spec in a pickle.
 
     Big buffers are not copied, so arrays over them are read-only. Torch has no

@@ -22,9 +22,9 @@ import torch
 from aioloader._base.cpu_threads import CpuThread
 from aioloader._base.waiting import Latch
 from aioloader._pipeline.batch_task import BatchResult, BatchTask, shorten
+from aioloader._pipeline.lasting_pool import LastingPool
 from aioloader._pipeline.pipeline import Pipeline
-from aioloader._pipeline.roles import LastingPool
-from aioloader._workers.ray.actor import Begun, RayActor
+from aioloader._workers.ray.actor import ActorStarted, RayActor
 from aioloader._workers.ray.workers import RayWorkers
 from aioloader._workers.remote_tasks import deliver, pack_request
 from aioloader._workers.worker_spec import WorkerSpec
@@ -44,26 +44,28 @@ Done = Future[Any]
 
 
 @dataclass(eq=False, slots=True)
-class _Seat:
+class _ActorSlot:
     """A worker: Ray may have restarted its actor since it was last heard from."""
 
     number: int
     actor: Any
-    begun: Begun | None = None  # the report of the actor's process that it is ready
+    begun: ActorStarted | None = (
+        None  # the report of the actor's process that it is ready
+    )
     # The batches that it has, the oldest first.
-    tickets: "list[_Ticket]" = field(default_factory=list)
+    tickets: "list[_ActorTask]" = field(default_factory=list)
 
 
 @dataclass(eq=False, slots=True)
-class _Ticket:
+class _ActorTask:
     """A batch in flight."""
 
     number: int  # its place among all requests
     pipeline: Pipeline
     task: BatchTask
     has_failed: bool = False  # whether an actor has died with it
-    seat: _Seat | None = None  # the worker that it was sent to
-    begun: Begun | None = None  # the process there
+    seat: _ActorSlot | None = None  # the worker that it was sent to
+    begun: ActorStarted | None = None  # the process there
     since: float = 0.0  # when it was sent
     answer: Any = None  # Ray's reference to its answer; None while it waits
 
@@ -101,8 +103,8 @@ class RayPool(LastingPool):
         self._ended = Latch()
         self._is_over = False
         self._error: BaseException | None = None  # ended the pool, not yet raised
-        self._seats: list[_Seat] = []
-        self._waiting: list[_Ticket] = []  # by number
+        self._seats: list[_ActorSlot] = []
+        self._waiting: list[_ActorTask] = []  # by number
         self._sent = 0
         self._thread.post(self._place)
 
@@ -150,7 +152,7 @@ class RayPool(LastingPool):
             self._thread.join(_GONE)
         return is_gone
 
-    def _find(self, task: BatchTask) -> _Ticket | None:
+    def _find(self, task: BatchTask) -> _ActorTask | None:
         """Return the ticket of ``task``, if a worker has it."""
         tickets = [one for seat in self._seats for one in seat.tickets[:]]
         return next((one for one in tickets if one.task is task), None)
@@ -180,23 +182,23 @@ class RayPool(LastingPool):
     def _place(self) -> None:
         try:
             for number in range(self._spec.num_workers):
-                self._seats.append(_Seat(number, self._make_actor.remote(number)))
+                self._seats.append(_ActorSlot(number, self._make_actor.remote(number)))
                 self._begin(self._seats[-1])
         except Exception as error:  # of Ray: every iteration must learn of it
             self._fail(error)
 
-    def _replace(self, seat: _Seat) -> None:
+    def _replace(self, seat: _ActorSlot) -> None:
         # Ray reports a death at once, a restart after a second.
         self._ray.kill(seat.actor)
         seat.actor = self._make_actor.remote(seat.number)
 
-    def _begin(self, seat: _Seat) -> None:
+    def _begin(self, seat: _ActorSlot) -> None:
         """Let a worker begin, as soon as Ray has placed its actor somewhere."""
         seat.begun = None
         begun = seat.actor.begin.remote(*self._settings)
         self._when(begun, partial(self._has_begun, seat))
 
-    def _has_begun(self, seat: _Seat, done: Done) -> None:
+    def _has_begun(self, seat: _ActorSlot, done: Done) -> None:
         error = done.exception()
         if isinstance(error, self._deaths):
             self._fail(_died_too_early(seat, error))
@@ -234,7 +236,7 @@ class RayPool(LastingPool):
         if self._is_over:
             self._refuse(pipeline)
             return
-        self._waiting.append(_Ticket(self._sent, pipeline, task))
+        self._waiting.append(_ActorTask(self._sent, pipeline, task))
         self._sent += 1
         self._dispatch()
 
@@ -259,11 +261,11 @@ class RayPool(LastingPool):
                 free = [seat for seat in free if seat not in mine]
             free = [*filter(self._has_room, free)]
 
-    def _has_room(self, seat: _Seat) -> bool:
+    def _has_room(self, seat: _ActorSlot) -> bool:
         is_shared = not any(ticket.has_failed for ticket in seat.tickets)
         return bool(seat.begun) and is_shared and len(seat.tickets) < self._depth
 
-    def _send(self, seat: _Seat, ticket: _Ticket) -> None:
+    def _send(self, seat: _ActorSlot, ticket: _ActorTask) -> None:
         try:
             request = pack_request(ticket.pipeline, ticket.task)
         except Exception as error:  # the user's classes may raise when pickled
@@ -283,7 +285,7 @@ class RayPool(LastingPool):
                 if ticket.pipeline is pipeline:
                     self._recall(seat, ticket)
 
-    def _recall(self, seat: _Seat, ticket: _Ticket) -> None:
+    def _recall(self, seat: _ActorSlot, ticket: _ActorTask) -> None:
         """Let Ray cancel a batch that is queued at an actor, and queue it here again.
 
         Ray cancels it when it would begin; if it has begun, Ray drops its answer.
@@ -293,7 +295,9 @@ class RayPool(LastingPool):
         ticket.answer = None
         self._put_back(ticket)
 
-    def _take(self, seat: _Seat, ticket: _Ticket, answer: Any, done: Done) -> None:
+    def _take(
+        self, seat: _ActorSlot, ticket: _ActorTask, answer: Any, done: Done
+    ) -> None:
         if ticket.answer is not answer:  # it was recalled
             return
         seat.tickets.remove(ticket)
@@ -307,7 +311,9 @@ class RayPool(LastingPool):
             deliver(pipeline, task, done.result(), seat.number)
         self._dispatch()
 
-    def _lose(self, seat: _Seat, ticket: _Ticket, error: BaseException | None) -> None:
+    def _lose(
+        self, seat: _ActorSlot, ticket: _ActorTask, error: BaseException | None
+    ) -> None:
         """Retry a batch whose actor has died, or has been restarted since (None)."""
         if not self._ray.is_initialized():  # Ray would start a new cluster
             self._fail(
@@ -323,7 +329,7 @@ class RayPool(LastingPool):
         ticket.has_failed = ticket.has_failed or error is not None
         self._put_back(ticket)
 
-    def _put_back(self, ticket: _Ticket) -> None:
+    def _put_back(self, ticket: _ActorTask) -> None:
         if not ticket.pipeline.is_closing:
             bisect.insort(self._waiting, ticket, key=lambda one: one.number)
 
@@ -354,7 +360,9 @@ def _aside(method: Any) -> Any:
     return method.options(concurrency_group=_ASIDE, max_task_retries=0).remote()
 
 
-def _died_with(ticket: _Ticket, seat: _Seat, error: BaseException) -> WorkerDiedError:
+def _died_with(
+    ticket: _ActorTask, seat: _ActorSlot, error: BaseException
+) -> WorkerDiedError:
     """Return the error for a batch that is not retried."""
     task, begun = ticket.task, ticket.begun
     assert begun is not None
@@ -371,7 +379,7 @@ def _died_with(ticket: _Ticket, seat: _Seat, error: BaseException) -> WorkerDied
     return died
 
 
-def _died_too_early(seat: _Seat, error: BaseException) -> WorkerDiedError:
+def _died_too_early(seat: _ActorSlot, error: BaseException) -> WorkerDiedError:
     """Return the error for actors that die before they are ready."""
     died = WorkerDiedError(
         f"DataLoader worker {seat.number} died as a Ray actor before it started, and "

@@ -82,7 +82,7 @@ class RayWorkers:
         self.num_workers = num_workers
         self.resources = needs
         self.address = address
-        self._connection: _Connection | None = None
+        self._connection: _RayConnection | None = None
 
     def __repr__(self) -> str:
         return (
@@ -117,7 +117,7 @@ class RayWorkers:
         with _LOCK:
             if not ray.is_initialized():
                 self._start(ray)
-                mine = self._connection = _Connection()
+                mine = self._connection = _RayConnection()
                 _ours = weakref.ref(mine)
                 weakref.finalize(mine, _disconnect, ray, _session(ray)).atexit = False
                 return ray, mine
@@ -158,7 +158,7 @@ class RayWorkers:
             )
 
 
-class _Connection:
+class _RayConnection:
     """A connection made by this process, which ends with its last user."""
 
     __slots__ = ("__weakref__",)
@@ -168,7 +168,7 @@ class _Connection:
 _PROBED = 5.0
 # One process has one connection to Ray.
 _LOCK = fork_safe(threading.Lock())
-_ours: "weakref.ref[_Connection] | None" = None
+_ours: "weakref.ref[_RayConnection] | None" = None
 
 
 def _check_client(name: str, address: str | None) -> None:

@@ -21,19 +21,19 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 from pyarrow import compute, csv
 
-from aioloader._base.blocks import Bad
-from aioloader._base.outlast import in_thread
+from aioloader._base.blocks import FailedSample
+from aioloader._base.cancellation import in_thread
 from aioloader.datasets._arrow.files import (
-    Decoding,
-    End,
+    DecodePlan,
+    FileMetadata,
+    FilePart,
     Item,
-    Mark,
-    Part,
+    RestartPoint,
     TableFormat,
     edges,
 )
-from aioloader.datasets._arrow.wanted import Wanted, checked
-from aioloader.datasets._streams.shards import Position, Summary
+from aioloader.datasets._arrow.projection import Projection, checked
+from aioloader.datasets._streams.shards import ShardPosition, Summary
 from aioloader.errors import DatasetError, TruncatedReadError
 
 _RANGE = 32 << 20
@@ -192,18 +192,18 @@ class CSVFormat(TableFormat):
         names = {"column_names": self._column_names, "column_types": types}
         return {**super().describe(), **self._dialect.describe(), **names}
 
-    def summary(self, shards: Sequence[Part]) -> Summary:
+    def summary(self, shards: Sequence[FilePart]) -> Summary:
         """Return also where files are cut: that depends on lengths, which may grow."""
         cuts = "".join(f"{start}-{stop};" for _, start, stop in shards if start + stop)
         digest = {"cuts": f"{zlib.crc32(cuts.encode()):08x}"} if cuts else {}
         return {**super().summary(shards), **digest}
 
-    def _cut(self, shard: Part, count: int) -> list[Part]:
+    def _cut(self, shard: FilePart, count: int) -> list[FilePart]:
         address, start, stop = shard
         end = self._kept.get(address)
         if end is None or self._is_whole(address):
             raise ValueError(
-                f"{self.places.label(address)!r} is compressed, or may have newlines "
+                f"{self.storage.label(address)!r} is compressed, or may have newlines "
                 "in values, so it is one shard and cannot be cut for more readers; "
                 "write more files, or plain ones"
             )
@@ -213,28 +213,28 @@ class CSVFormat(TableFormat):
 
     def _is_whole(self, address: str) -> bool:
         """Return whether a file can only be read from its beginning."""
-        is_packed = _packing(self.places.label(address)) is not None
+        is_packed = _packing(self.storage.label(address)) is not None
         return is_packed or self._dialect.newlines_in_values
 
-    async def _read_end(self, address: str, location: str) -> End:
-        packing, version = _packing(location), await self.places.version(address)
+    async def _read_end(self, address: str, location: str) -> FileMetadata:
+        packing, version = _packing(location), await self.storage.version(address)
         size = version.size
         if packing and not size:
             text = f"{location!r} is empty, as no compressed file is: write it again"
             raise TruncatedReadError(text, location=location, received=0)
         least, found = _PACKED_HEAD if packing else _LEAST_HEAD, None
         while found is None:
-            data, _ = await self.places.part(address, 0, min(size, least), version)
+            data, _ = await self.storage.part(address, 0, min(size, least), version)
             head_of = partial(self._head_of, is_all=len(data) >= size)
             found = await in_thread(head_of, data, packing, location)
             least *= 16
         schema, start = found
         count = 1 if self._is_whole(address) else max(1, -(-size // _RANGE))
         cuts = pairwise([*edges(size, count)[:-1], 0])
-        parts: list[tuple[Part, int]] = [(pair, size // count) for pair in cuts]
+        parts: list[tuple[FilePart, int]] = [(pair, size // count) for pair in cuts]
         # The fact is where the first line after the names starts, unpacked.
         schema = self._shared(schema)
-        return End(address, location, version, schema, parts, start, _HEAD)
+        return FileMetadata(address, location, version, schema, parts, start, _HEAD)
 
     def _head_of(
         self, data: bytes, packing: str | None, location: str, *, is_all: bool
@@ -311,12 +311,12 @@ class CSVFormat(TableFormat):
 
     async def _decoding(
         self,
-        end: End,
-        wanted: Wanted,
+        end: FileMetadata,
+        wanted: Projection,
         part: Sequence[Any],
-        position: Position,
+        position: ShardPosition,
         window: int,
-    ) -> Decoding:
+    ) -> DecodePlan:
         packing, (start, stop) = _packing(end.location), part
         # A cut may be within the first line, or within empty lines before it.
         first, is_inside = max(start, end.facts), start > end.facts
@@ -335,12 +335,12 @@ class CSVFormat(TableFormat):
             with _read_from(first, file, packing, end.location) as read:
                 for at, data in lines.blocks(read, first, stop, is_inside=is_inside):
                     if packing is None:
-                        yield Mark(at)
+                        yield RestartPoint(at)
                     yield from lines.batches(data, at)
 
         most = max(_LEAST_REQUEST, min(window // 4, _MOST_REQUEST))
         spans = [(0 if packing else first, stop or end.version.size)]
-        return Decoding(items, spans, most)
+        return DecodePlan(items, spans, most)
 
 
 class Lines(NamedTuple):
@@ -390,7 +390,7 @@ class Lines(NamedTuple):
             location=self.location,
         )
 
-    def batches(self, data: bytes, at: int) -> Iterator[pa.RecordBatch | Bad]:
+    def batches(self, data: bytes, at: int) -> Iterator[pa.RecordBatch | FailedSample]:
         """Yield whole lines as record batches, and unreadable lines one by one."""
         if not data.strip(b"\r\n"):
             return
@@ -407,7 +407,7 @@ class Lines(NamedTuple):
         else:
             yield from found
 
-    def _unread(self, line: bytes, at: int, error: Exception) -> Bad:
+    def _unread(self, line: bytes, at: int, error: Exception) -> FailedSample:
         shown = line[:60].decode("utf-8", "backslashreplace").rstrip("\r\n")
         why, fix = str(error), "correct the line, or pass other types (column_types=)"
         if found := _MISFIT.match(why):
@@ -425,7 +425,7 @@ class Lines(NamedTuple):
             location=self.location,
         )
         failure.__cause__ = error
-        return Bad(failure)
+        return FailedSample(failure)
 
 
 def _is_whole(parse: Callable[..., pa.Table], table: pa.Table, name: str) -> bool:

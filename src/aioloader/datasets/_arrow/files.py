@@ -1,10 +1,10 @@
 """The common part of Parquet, Arrow and CSV files: addresses, columns and shards.
 
-Shards are in the order of the files. What is to be known of a file before it is read,
-mostly its end, is read once, of many files at a time. Record batches are decoded in a
-thread: one step, as many as ``budget`` allows, is passed on while the next is decoded,
-and bytes for later steps are in flight. Batches are checked before they are passed on;
-a single damaged row is a ``Bad``, and any other damage ends the shard with an error.
+Shards are in the order of the files. The metadata of each file, mostly at its end, is
+read once, of many files at a time. Record batches are decoded in a thread: one step, as
+many as ``budget`` allows, is passed on while the next is decoded, and bytes for later
+steps are in flight. Batches are checked before they are passed on: a single damaged row
+is a ``FailedSample``, and any other damage ends the shard with an error.
 """
 
 import asyncio
@@ -27,19 +27,19 @@ from typing import Any, NamedTuple, TypeAlias
 
 import pyarrow as pa
 
-from aioloader._base.blocks import Bad, Block
-from aioloader._base.outlast import each, in_thread, outlast
-from aioloader.datasets._arrow.ranges import RangeFile, Ranges, Span, plan
+from aioloader._base.blocks import Block, FailedSample
+from aioloader._base.cancellation import each, finish_despite_cancel, in_thread
+from aioloader.datasets._arrow.projection import Partitions, Projection
+from aioloader.datasets._arrow.ranges import ByteSpan, FetchedRanges, RangeFile, plan
 from aioloader.datasets._arrow.rows import Rows
-from aioloader.datasets._arrow.wanted import Partitions, Wanted
 from aioloader.datasets._stores.addresses import sealed, shown_addresses
-from aioloader.datasets._stores.failures import Known, Version, file_failure
-from aioloader.datasets._stores.places import Listed, Places
+from aioloader.datasets._stores.failures import ExpectedVersion, Version, file_failure
+from aioloader.datasets._stores.storage import SizedListing, Storage
 from aioloader.datasets._streams.shards import (
-    Made,
-    Position,
-    Reader,
+    BlockReader,
+    PositionedBlocks,
     ShardFormat,
+    ShardPosition,
     Summary,
     summary_of,
 )
@@ -50,7 +50,7 @@ _LEAST_STEP, _MOST_STEP = 1 << 16, 2 << 20
 # pyarrow's message for invalid text in an otherwise valid column.
 _BAD_TEXT = "Invalid UTF8"
 # An address, and what distinguishes a part of the file.
-Part: TypeAlias = tuple[Any, ...]
+FilePart: TypeAlias = tuple[Any, ...]
 
 # Most footers are shorter, so that one request gets them.
 _TAIL = 1 << 16
@@ -60,7 +60,7 @@ _KEPT = 64 << 20
 _SCHEMAS = 8
 
 
-class Mark(NamedTuple):
+class RestartPoint(NamedTuple):
     """A place where reading can start again: a byte, and the rows before it."""
 
     byte: int
@@ -69,7 +69,7 @@ class Mark(NamedTuple):
 
 
 # A batch that was read, one row that cannot be, or where the next batch starts.
-Item: TypeAlias = pa.RecordBatch | Bad | Mark
+Item: TypeAlias = pa.RecordBatch | FailedSample | RestartPoint
 
 
 class Opened(NamedTuple):
@@ -77,7 +77,7 @@ class Opened(NamedTuple):
     # Makes the rows to deliver from a checked batch.
     rows_of: Callable[[pa.RecordBatch], pa.RecordBatch]
     rows: int | None = None  # that are expected
-    ranges: Ranges | None = None  # the requests for bytes
+    ranges: FetchedRanges | None = None  # the requests for bytes
     version: Version | None = None
     # Checks that a local file is still of that version: whatever was decoded, and
     # whatever failed, may be of another one.
@@ -106,7 +106,7 @@ def between(
                 return
 
 
-class TableReader(Reader):
+class TableReader(BlockReader):
     """A shard's rows, in order; in errors it is a ``unit`` of a file, if not all of it.
 
     ``opening`` opens it, given the bytes that may be requested ahead. The budget is for
@@ -114,17 +114,17 @@ class TableReader(Reader):
     """
 
     is_ahead = True
-    mark: Mark
+    mark: RestartPoint
 
     def __init__(
         self,
         opening: Callable[[int], Coroutine[Any, Any, Opened]],
         location: str,
         unit: str,
-        position: Position,
+        position: ShardPosition,
         budget: int,
     ) -> None:
-        super().__init__(location, Mark(*position.get("from", (0,))))
+        super().__init__(location, RestartPoint(*position.get("from", (0,))))
         self._opening = opening
         self._place = f"{unit} of {location!r}" if unit else repr(location)
         self._first: int = position.get("row", 0)
@@ -138,14 +138,16 @@ class TableReader(Reader):
     def begin(self) -> None:
         self.start()
 
-    async def make(self) -> Made:
+    async def make(self) -> PositionedBlocks:
         return (await _advance([self], self._step_bytes))[self]
 
-    def join(self, step: "asyncio.Task[dict[TableReader, Made]]") -> None:
+    def join(self, step: "asyncio.Task[dict[TableReader, PositionedBlocks]]") -> None:
         """Get the first blocks from ``step``, which reads several small shards."""
 
-        async def mine() -> Made:
-            made: dict[TableReader, Made] = await outlast(step)
+        async def mine() -> PositionedBlocks:
+            made: dict[TableReader, PositionedBlocks] = await finish_despite_cancel(
+                step
+            )
             return made.get(self, [])
 
         self._is_small = True
@@ -167,7 +169,7 @@ class TableReader(Reader):
         version = None if self._opened is None else self._opened.version
         return None if version is None else (self.location, version)
 
-    def position(self) -> Position:
+    def position(self) -> ShardPosition:
         marked = {"from": list(self.mark)} if self.mark.byte else {}
         return {"row": self._first + self.passed, **marked}
 
@@ -181,9 +183,9 @@ class TableReader(Reader):
 
     # -- in a thread ----------------------------------------------------------------
 
-    def step(self, nbytes: int) -> tuple[Made, int]:
+    def step(self, nbytes: int) -> tuple[PositionedBlocks, int]:
         """Decode about ``nbytes``; return blocks, and what is left of ``nbytes``."""
-        opened, found = self._opened, Made()
+        opened, found = self._opened, PositionedBlocks()
         failure: Exception | None = None
         assert opened is not None
         try:
@@ -197,7 +199,7 @@ class TableReader(Reader):
         except Exception as error:  # noqa: BLE001  (a decoder may raise anything)
             failure = error
 
-        def checked() -> Iterator[tuple[Mark, Block]]:
+        def checked() -> Iterator[tuple[RestartPoint, Block]]:
             opened.check()  # or else all of them may be of another file
             yield from found
             if failure is not None:
@@ -207,14 +209,14 @@ class TableReader(Reader):
 
     def _decoded(
         self, opened: Opened
-    ) -> Generator[tuple[Mark, Block, int], None, None]:
+    ) -> Generator[tuple[RestartPoint, Block, int], None, None]:
         """Yield blocks, each with the mark before it, and its bytes."""
         mark, start = self.mark, self._first
         _, row, read = mark
         try:
             for item in opened.items():
-                if isinstance(item, Mark):
-                    mark = Mark(item.byte, row, read)
+                if isinstance(item, RestartPoint):
+                    mark = RestartPoint(item.byte, row, read)
                     continue
                 block, size, rows = self._block_of(item, read, opened)
                 drop = min(len(block), max(0, start - row))
@@ -229,10 +231,10 @@ class TableReader(Reader):
             raise failure from error
 
     def _block_of(
-        self, item: pa.RecordBatch | Bad, read: int, opened: Opened
+        self, item: pa.RecordBatch | FailedSample, read: int, opened: Opened
     ) -> tuple[Block, int, int]:
         """Return the valid rows of a batch and failures, its bytes, and its rows."""
-        if isinstance(item, Bad):
+        if isinstance(item, FailedSample):
             return [item], 0, 1
         try:
             item.validate(full=True)
@@ -254,14 +256,14 @@ class TableReader(Reader):
         return rows, int(size), item.num_rows
 
     def _singly(self, batch: pa.RecordBatch, read: int, opened: Opened) -> list[Any]:
-        """Return the rows of a batch; those with invalid text as ``Bad``."""
+        """Return the rows of a batch; those with invalid text as ``FailedSample``."""
         samples: list[Any] = []
         for at in range(batch.num_rows):
             row = batch.slice(at, 1)
             try:
                 row.validate(full=True)
             except ValueError as error:
-                samples.append(Bad(self._error(f"row {read + at:,}", error)))
+                samples.append(FailedSample(self._error(f"row {read + at:,}", error)))
             else:
                 samples += Rows(opened.rows_of(row))
         return samples
@@ -306,7 +308,7 @@ def begin_together(readers: Sequence[TableReader], nbytes: int) -> None:
 
 async def _advance(
     readers: Sequence[TableReader], nbytes: int
-) -> dict[TableReader, Made]:
+) -> dict[TableReader, PositionedBlocks]:
     """Decode the next step of one shard, or of several small ones."""
     opened: list[TableReader] = []
     for one in readers:
@@ -320,15 +322,17 @@ async def _advance(
     return await in_thread(_step_all, opened, nbytes, executor=readers[0].thread)
 
 
-def _step_all(readers: Sequence[TableReader], nbytes: int) -> dict[TableReader, Made]:
+def _step_all(
+    readers: Sequence[TableReader], nbytes: int
+) -> dict[TableReader, PositionedBlocks]:
     """Return a step of each; nothing for the last ones once there is enough."""
-    found: dict[TableReader, Made] = {}
+    found: dict[TableReader, PositionedBlocks] = {}
     for reader in readers:
         found[reader], nbytes = reader.step(nbytes)
     return found
 
 
-class End(NamedTuple):
+class FileMetadata(NamedTuple):
     """What is known of a file before it is read, mostly from its end."""
 
     address: str
@@ -336,40 +340,40 @@ class End(NamedTuple):
     version: Version
     schema: pa.Schema
     # What distinguishes its shards, and their lengths in rows or bytes.
-    parts: Sequence[tuple[Part, int]]
+    parts: Sequence[tuple[FilePart, int]]
     facts: Any  # what the format knows besides
     nbytes: int  # about how much memory this takes
     skipped: Collection[int] = ()  # shards in which no row is wanted
 
 
-class Decoding(NamedTuple):
+class DecodePlan(NamedTuple):
     """How a shard is decoded from the open file, in a thread."""
 
     items: Callable[[pa.NativeFile], Iterator[Item]]
-    spans: Sequence[Span]  # bytes to request of an object
+    spans: Sequence[ByteSpan]  # bytes to request of an object
     most: int  # bytes of a request
     in_order: bool = True  # whether the bytes are read one after the other
     rows: int | None = None  # that are expected
     tail: bytes = b""  # the end of the file, if that is known and read again
 
 
-class TableFormat(ShardFormat[Part]):
+class TableFormat(ShardFormat[FilePart]):
     """Tables in files, each with one or more shards.
 
     A format says what is known of a file (``_read_end``), and how a part of it is
     decoded (``_decoding``). ``addresses`` are patterns; the other arguments are those
-    of ``Wanted``, whose errors it raises.
+    of ``Projection``, whose errors it raises.
     """
 
-    def __init__(self, addresses: Any, places: Places, **wanted: Any) -> None:
+    def __init__(self, addresses: Any, storage: Storage, **wanted: Any) -> None:
         self._addresses = addresses
-        self.places: Places = places
-        self._wanted = Wanted(**wanted)
+        self.storage: Storage = storage
+        self._wanted = Projection(**wanted)
         self._partitions = Partitions()
         self._forget()
 
     def _forget(self) -> None:
-        self._kept: OrderedDict[str, End] = OrderedDict()
+        self._kept: OrderedDict[str, FileMetadata] = OrderedDict()
         # Of all files, as listed: an end may be dropped and read again.
         self._listed: list[str] = []
         self._versions: dict[str, Version] = {}
@@ -377,13 +381,13 @@ class TableFormat(ShardFormat[Part]):
 
     async def shards(
         self, stack: AsyncExitStack, _known: Summary | None = None
-    ) -> list[Part]:
-        stack.push_async_callback(self.places.aclose)
-        addresses = await self.places.expand(self._addresses)
+    ) -> list[FilePart]:
+        stack.push_async_callback(self.storage.aclose)
+        addresses = await self.storage.expand(self._addresses)
         if not await self._are_unchanged(addresses):
             self._forget()
             self._listed = [*addresses]
-        names = map(self.places.name, addresses)
+        names = map(self.storage.name, addresses)
         given = self._wanted.given or ()
         self._partitions = await in_thread(Partitions, names, given)
         # The first file decides which columns are read; all decide their types.
@@ -401,13 +405,15 @@ class TableFormat(ShardFormat[Part]):
         """
         if [*addresses] != self._listed:
             return False
-        versions = await each(self.places.version, [*self._versions])
+        versions = await each(self.storage.version, [*self._versions])
         return all(
             now.is_marked and now.is_of(known)
             for now, known in zip(versions, self._versions.values(), strict=True)
         )
 
-    def _begun(self, first: End, others: Sequence[str]) -> tuple[Wanted, Sequence[str]]:
+    def _begun(
+        self, first: FileMetadata, others: Sequence[str]
+    ) -> tuple[Projection, Sequence[str]]:
         """Begin a table; return it, and the other files that may have wanted rows."""
         schema = self._with_name(first.schema, first.address)
         wanted = copy.copy(self._wanted)
@@ -417,12 +423,14 @@ class TableFormat(ShardFormat[Part]):
         known = [self._condition(one, first.schema) for one in others]
         return wanted, [others[at] for at in wanted.filters.files(schema, known)]
 
-    def _unified(self, ends: Sequence[End], wanted: Wanted) -> list[Part]:
+    def _unified(
+        self, ends: Sequence[FileMetadata], wanted: Projection
+    ) -> list[FilePart]:
         """Unify the files into one table, and return their shards; in a thread."""
         for end in ends:
             wanted.add(self._with_name(end.schema, end.address), end.location)
         wanted.settle()
-        filters, shards = wanted.filters, Listed()
+        filters, shards = wanted.filters, SizedListing()
         about = [] if filters is None else filters.names(wanted.schema)
         shards.sizes = sizes = []
         for end in ends:
@@ -440,17 +448,22 @@ class TableFormat(ShardFormat[Part]):
             sizes.append(size)
         return shards
 
-    async def sizes(self, shards: Sequence[Part], *, must: bool) -> list[int] | None:  # noqa: ARG002  (they were read with the ends of the files)
-        return shards.sizes if isinstance(shards, Listed) else None
+    async def sizes(  # the sizes were read with the ends of the files
+        self,
+        shards: Sequence[FilePart],
+        *,
+        must: bool,  # noqa: ARG002
+    ) -> list[int] | None:
+        return shards.sizes if isinstance(shards, SizedListing) else None
 
-    def summary(self, shards: Sequence[Part]) -> Summary:
+    def summary(self, shards: Sequence[FilePart]) -> Summary:
         return summary_of(address for address, *_ in shards)
 
     def describe(self) -> dict[str, Any]:
         return self._wanted.describe()
 
-    async def cut(self, shards: Sequence[Part], count: int) -> list[Part]:
-        found: list[Part] = []
+    async def cut(self, shards: Sequence[FilePart], count: int) -> list[FilePart]:
+        found: list[FilePart] = []
         if not shards:  # files without row groups
             return found
         counts = (b - a for a, b in pairwise(edges(count, len(shards))))
@@ -458,16 +471,16 @@ class TableFormat(ShardFormat[Part]):
             found += self._cut(shard, parts) if parts > 1 else [shard]
         return found
 
-    def _cut(self, shard: Part, count: int) -> list[Part]:
+    def _cut(self, shard: FilePart, count: int) -> list[FilePart]:
         """Return a shard in parts; a part's reader also decodes the rows before it."""
         return [(*shard, number, count) for number in range(count)]
 
-    async def _known_end(self, address: str) -> End:
+    async def _known_end(self, address: str) -> FileMetadata:
         end = self._kept.get(address)
         if end is None:
-            end = await self._read_end(address, self.places.label(address))
+            end = await self._read_end(address, self.storage.label(address))
             first = self._versions.setdefault(address, end.version)
-            Known(first).check(end.location, end.version)
+            ExpectedVersion(first).check(end.location, end.version)
             self._kept[address] = end
             sizes = [one.nbytes for one in self._kept.values()]
             while sum(sizes) > _KEPT and len(sizes) > 1:
@@ -476,17 +489,17 @@ class TableFormat(ShardFormat[Part]):
         return end
 
     @abstractmethod
-    async def _read_end(self, address: str, location: str) -> End:
+    async def _read_end(self, address: str, location: str) -> FileMetadata:
         """Read what is to be known of a file."""
 
     async def _tail(
         self, address: str, length_of: Callable[[bytes, int, str], int]
     ) -> tuple[bytes, Version]:
         """Return the end of a file, as long as it says, and the file's version."""
-        tail, version = await self.places.part(address, -_TAIL)
-        length = length_of(tail, version.size, self.places.label(address))
+        tail, version = await self.storage.part(address, -_TAIL)
+        length = length_of(tail, version.size, self.storage.label(address))
         if length > len(tail):
-            tail, _ = await self.places.part(address, -length, 0, version)
+            tail, _ = await self.storage.part(address, -length, 0, version)
         return tail[len(tail) - length :], version
 
     def _shared(self, schema: pa.Schema) -> pa.Schema:
@@ -499,18 +512,20 @@ class TableFormat(ShardFormat[Part]):
     def _with_name(self, schema: pa.Schema, address: str) -> pa.Schema:
         if not self._partitions:
             return schema
-        return self._partitions.added(schema, self.places.name(address))
+        return self._partitions.added(schema, self.storage.name(address))
 
     def _condition(self, address: str, own: pa.Schema) -> Any:
         """Return what a file's name says of all its rows, or None."""
         if not self._partitions:
             return None
-        return self._partitions.condition(self.places.name(address), own)
+        return self._partitions.condition(self.storage.name(address), own)
 
-    def open(self, shard: Part, position: Position, budget: int) -> TableReader:
+    def open(
+        self, shard: FilePart, position: ShardPosition, budget: int
+    ) -> TableReader:
         address, *part = shard
         opening = partial(self._open, address, part, position)
-        label = self.places.label(address)
+        label = self.storage.label(address)
         return TableReader(opening, label, self._unit(part), position, budget)
 
     @abstractmethod
@@ -520,37 +535,39 @@ class TableFormat(ShardFormat[Part]):
     @abstractmethod
     async def _decoding(
         self,
-        end: End,
-        wanted: Wanted,
+        end: FileMetadata,
+        wanted: Projection,
         part: Sequence[Any],
-        position: Position,
+        position: ShardPosition,
         window: int,
-    ) -> Decoding:
+    ) -> DecodePlan:
         """Return how a part of a file is decoded, holding up to ``window`` bytes."""
 
     async def opened(
         self, address: str
-    ) -> tuple[End, Wanted, Callable[[pa.RecordBatch], pa.RecordBatch]]:
+    ) -> tuple[FileMetadata, Projection, Callable[[pa.RecordBatch], pa.RecordBatch]]:
         """Return what is known of a file, what is wanted, and what makes its rows."""
         end = await self._known_end(address)
         columns = self._with_name(end.schema, address)
         # A later listing replaces it.
         wanted = self._wanted = self._wanted.checked(columns, end.location)
-        in_name = Partitions.of(self.places.name(address)) if self._partitions else None
+        in_name = (
+            Partitions.of(self.storage.name(address)) if self._partitions else None
+        )
         rows_of = partial(wanted.rows_of, location=end.location, in_name=in_name)
         return end, wanted, rows_of
 
     async def _open(
-        self, address: str, part: Sequence[Any], position: Position, window: int
+        self, address: str, part: Sequence[Any], position: ShardPosition, window: int
     ) -> Opened:
         end, wanted, rows_of = await self.opened(address)
-        Known.of(position).check(end.location, end.version)
+        ExpectedVersion.of(position).check(end.location, end.version)
         how = await self._decoding(end, wanted, part, position, window)
         ranges = None
-        path = self.places.path(address)
+        path = self.storage.path(address)
         if path is None:
-            ranges = Ranges(
-                partial(self.places.read, address, version=end.version),
+            ranges = FetchedRanges(
+                partial(self.storage.read, address, version=end.version),
                 end.version.size,
                 plan(how.spans, how.most, in_order=how.in_order),
                 budget=window,
@@ -574,7 +591,7 @@ class TableFormat(ShardFormat[Part]):
             rows=how.rows,
             ranges=ranges,
             version=end.version,
-            check=partial(self.places.check, address, end.version),
+            check=partial(self.storage.check, address, end.version),
             may_wait=ranges is not None,
         )
 

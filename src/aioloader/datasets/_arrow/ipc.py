@@ -13,22 +13,22 @@ from typing import Any
 
 import pyarrow as pa
 
-from aioloader._base.outlast import in_thread
+from aioloader._base.cancellation import in_thread
 from aioloader._base.warnings import warn
 from aioloader.datasets._arrow.files import (
-    Decoding,
-    End,
+    DecodePlan,
+    FileMetadata,
+    FilePart,
     Item,
-    Part,
     TableFormat,
     check_footer,
     damaged_footer,
     edges,
 )
-from aioloader.datasets._arrow.ranges import Span
-from aioloader.datasets._arrow.wanted import Wanted, checked
+from aioloader.datasets._arrow.projection import Projection, checked
+from aioloader.datasets._arrow.ranges import ByteSpan
 from aioloader.datasets._stores.failures import Version
-from aioloader.datasets._streams.shards import MissingEnd, Position
+from aioloader.datasets._streams.shards import MissingEnd, ShardPosition
 from aioloader.errors import DatasetError, TruncatedReadError
 
 _MAGIC = b"ARROW1"
@@ -60,11 +60,11 @@ class ArrowFormat(TableFormat):
         super().__init__(addresses, places, **wanted)
         self._missing_end = missing_end
 
-    def _cut(self, shard: Part, count: int) -> list[Part]:
+    def _cut(self, shard: FilePart, count: int) -> list[FilePart]:
         address, first, stop = shard
         if not stop:
             raise ValueError(
-                f"{self.places.label(address)!r} is a stream, which is one shard and "
+                f"{self.storage.label(address)!r} is a stream, which is one shard and "
                 "cannot be cut for more readers; write it as an Arrow file"
             )
         batches = stop - first
@@ -78,19 +78,19 @@ class ArrowFormat(TableFormat):
             for part in range(parts)
         ]
 
-    async def _read_end(self, address: str, location: str) -> End:
+    async def _read_end(self, address: str, location: str) -> FileMetadata:
         footer, version = await self._tail(address, _footer_length)
         if footer:
             return await in_thread(self._parsed, footer, version, address, location)
         head = await self._stream_head(address, version, location)
         schema = await in_thread(_schema_of, head, location)
-        parts: list[tuple[Part, int]] = [((0, 0), version.size)]
+        parts: list[tuple[FilePart, int]] = [((0, 0), version.size)]
         facts: Any = b"", [], [(0, version.size)]
-        return End(address, location, version, schema, parts, facts, len(head))
+        return FileMetadata(address, location, version, schema, parts, facts, len(head))
 
     def _parsed(
         self, footer: bytes, version: Version, address: str, location: str
-    ) -> End:
+    ) -> FileMetadata:
         """Read a footer; in a thread, because wide tables take long."""
         # The start and the end of the file are enough for the metadata.
         ends = pa.BufferReader(_MAGIC + b"\0\0" + footer)
@@ -101,7 +101,7 @@ class ArrowFormat(TableFormat):
         except Exception as error:
             raise damaged_footer(repr(location), location, error) from error
         # Small batches are one shard: its first number, one past its last; and bytes.
-        parts: list[tuple[Part, int]] = []
+        parts: list[tuple[FilePart, int]] = []
         for number, (start, stop) in enumerate(batches):
             (first, _), nbytes = parts[-1] if parts else ((0, 0), _SHARD)
             if nbytes + stop - start > _SHARD:
@@ -109,14 +109,16 @@ class ArrowFormat(TableFormat):
             else:
                 parts[-1] = (first, number + 1), nbytes + stop - start
         facts, schema = (footer, dictionaries, batches), self._shared(schema)
-        return End(address, location, version, schema, parts, facts, len(footer))
+        return FileMetadata(
+            address, location, version, schema, parts, facts, len(footer)
+        )
 
     async def _stream_head(
         self, address: str, version: Version, location: str
     ) -> bytes:
         """Return the first message of a stream, which holds the schema."""
         size = version.size
-        head, _ = await self.places.part(address, 0, min(size, 8), version)
+        head, _ = await self.storage.part(address, 0, min(size, 8), version)
         if head.startswith(_MAGIC):
             raise TruncatedReadError(
                 f"{location!r} starts as an Arrow file and does not end as one: it was "
@@ -130,7 +132,7 @@ class ArrowFormat(TableFormat):
             # Streams from before Arrow 0.15 start with the length.
             stop = 8 + length if first == _CONTINUED else 4 + first
             if 8 < stop <= size:
-                return (await self.places.part(address, 0, stop, version))[0]
+                return (await self.storage.part(address, 0, stop, version))[0]
         text = f"{location!r} is not an Arrow file or stream; write or copy it again"
         if size < 8 or (first == _CONTINUED and stop > size):
             text += f": it may be cut short at {size:,} bytes"
@@ -143,12 +145,12 @@ class ArrowFormat(TableFormat):
 
     async def _decoding(
         self,
-        end: End,
-        wanted: Wanted,
+        end: FileMetadata,
+        wanted: Projection,
         part: Sequence[Any],
-        position: Position,  # noqa: ARG002  (rows before it are decoded too)
+        position: ShardPosition,  # noqa: ARG002  (rows before it are decoded too)
         window: int,
-    ) -> Decoding:
+    ) -> DecodePlan:
         footer, dictionaries, batches = end.facts
         first, stop, *share = part
         if stop > len(batches) or bool(stop) != bool(footer):
@@ -176,7 +178,7 @@ class ArrowFormat(TableFormat):
 
         spans = dictionaries + (batches[first:stop] or batches)
         most = max(_LEAST_REQUEST, min(window // 4, _MOST_REQUEST))
-        return Decoding(items, spans, most, tail=footer)
+        return DecodePlan(items, spans, most, tail=footer)
 
 
 def _footer_length(data: bytes, size: int, location: str) -> int:
@@ -198,7 +200,7 @@ def _schema_of(head: bytes, location: str) -> pa.Schema:
         raise DatasetError(text, location=location) from error
 
 
-def _blocks(footer: bytes, size: int, count: int) -> list[list[Span]]:
+def _blocks(footer: bytes, size: int, count: int) -> list[list[ByteSpan]]:
     """Return the positions of dictionaries and record batches in a footer.
 
     pyarrow does not expose them, and without them each batch would take two requests,
@@ -209,9 +211,9 @@ def _blocks(footer: bytes, size: int, count: int) -> list[list[Span]]:
     (table,) = struct.unpack_from("<I", footer, 0)
     fields = table - struct.unpack_from("<i", footer, table)[0]
     (length,) = struct.unpack_from("<H", footer, fields)
-    found: list[list[Span]] = []
+    found: list[list[ByteSpan]] = []
     for entry in (8, 10):
-        spans: list[Span] = []
+        spans: list[ByteSpan] = []
         (offset,) = struct.unpack_from("<H", footer, fields + entry)
         if entry < length and offset:
             field = table + offset

@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import pyarrow as pa
 
 from aioloader._base.blocks import Block
-from aioloader._base.outlast import in_thread
-from aioloader._order.ranks import Share
+from aioloader._base.cancellation import in_thread
+from aioloader._order.ranks import ReaderShare
 from aioloader.datasets._arrow.files import Opened, TableReader, between, edges
-from aioloader.datasets._arrow.wanted import Wanted
+from aioloader.datasets._arrow.projection import Projection
 from aioloader.datasets._streams.cursors import Cursor, Reading, State, name_of
 from aioloader.datasets._streams.shards import (
-    Position,
     ShardFormat,
+    ShardPosition,
     ShardReader,
     Summary,
     summary_of,
@@ -37,37 +37,39 @@ if TYPE_CHECKING:
 # Rows of a shard in memory, and of a batch.
 _SHARD, _ROWS = 1 << 16, 1 << 14
 _BUDGET = 16 << 20
-Range: TypeAlias = tuple[int, int]
+RowRange: TypeAlias = tuple[int, int]
 # A fragment, which of its parts, and how many it has.
-Piece: TypeAlias = "tuple[ds.Fragment, int, int]"
+FragmentPart: TypeAlias = "tuple[ds.Fragment, int, int]"
 Row: TypeAlias = dict[str, Any]
 
 
-class MemoryFormat(ShardFormat[Range]):
-    def __init__(self, table: pa.Table, wanted: Wanted) -> None:
+class MemoryFormat(ShardFormat[RowRange]):
+    def __init__(self, table: pa.Table, wanted: Projection) -> None:
         self._table = table
         self._wanted = wanted.checked(table.schema, "the table")
 
     async def shards(
         self, _stack: AsyncExitStack, _known: Summary | None = None
-    ) -> list[Range]:
+    ) -> list[RowRange]:
         rows = self._table.num_rows
         starts = range(0, max(1, rows), _SHARD)
         return [(start, min(start + _SHARD, rows)) for start in starts]
 
-    async def cut(self, _shards: Sequence[Range], count: int) -> list[Range]:
+    async def cut(self, _shards: Sequence[RowRange], count: int) -> list[RowRange]:
         return [*pairwise(edges(self._table.num_rows, count))]
 
-    async def sizes(self, shards: Sequence[Range], *, must: bool) -> Sequence[int]:  # noqa: ARG002  (all are known)
+    async def sizes(self, shards: Sequence[RowRange], *, must: bool) -> Sequence[int]:  # noqa: ARG002  (all are known)
         return [stop - start for start, stop in shards]
 
-    def summary(self, shards: Sequence[Range]) -> Summary:
+    def summary(self, shards: Sequence[RowRange]) -> Summary:
         return {"count": len(shards), "rows": self._table.num_rows}
 
     def describe(self) -> dict[str, Any]:
         return self._wanted.describe()
 
-    def open(self, shard: Range, position: Position, budget: int) -> ShardReader:
+    def open(
+        self, shard: RowRange, position: ShardPosition, budget: int
+    ) -> ShardReader:
         start, stop = shard
         part = self._table.slice(start, stop - start)
 
@@ -87,7 +89,7 @@ class FragmentFormat(ShardFormat):
     pyarrow's, and its fragments read columns and filters.
     """
 
-    def __init__(self, dataset: "ds.Dataset", wanted: Wanted) -> None:
+    def __init__(self, dataset: "ds.Dataset", wanted: Projection) -> None:
         self._dataset = dataset
         self._wanted = wanted.checked(dataset.schema, "the dataset")
         filters = wanted.filters
@@ -99,10 +101,12 @@ class FragmentFormat(ShardFormat):
 
     async def shards(
         self, _stack: AsyncExitStack, _known: Summary | None = None
-    ) -> "list[Piece]":
+    ) -> "list[FragmentPart]":
         return [(one, 0, 1) for one in await in_thread(self._fragments)]
 
-    async def cut(self, shards: "Sequence[Piece]", count: int) -> "list[Piece]":
+    async def cut(
+        self, shards: "Sequence[FragmentPart]", count: int
+    ) -> "list[FragmentPart]":
         counts = (b - a for a, b in pairwise(edges(count, len(shards))))
         return [
             (fragment, number, parts)
@@ -120,13 +124,15 @@ class FragmentFormat(ShardFormat):
             found += [fragment] if split is None else split(*args)
         return found or list(self._dataset.get_fragments())[:1]
 
-    def summary(self, shards: "Sequence[Piece]") -> Summary:
+    def summary(self, shards: "Sequence[FragmentPart]") -> Summary:
         return summary_of(_name(fragment) for fragment, *_ in shards)
 
     def describe(self) -> dict[str, Any]:
         return self._wanted.describe()
 
-    def open(self, shard: "Piece", position: Position, budget: int) -> ShardReader:
+    def open(
+        self, shard: "FragmentPart", position: ShardPosition, budget: int
+    ) -> ShardReader:
         location = _name(shard[0])
 
         async def opening(_window: int) -> Opened:
@@ -176,7 +182,9 @@ class ArrowStream(Stream[Row]):
     iterators of Ray Data, one for each reader.
     """
 
-    def __init__(self, source: Any, wanted: Wanted, splits: Iterable[Any] = ()) -> None:
+    def __init__(
+        self, source: Any, wanted: Projection, splits: Iterable[Any] = ()
+    ) -> None:
         super().__init__()
         self._source = source
         self._wanted = wanted
@@ -229,8 +237,8 @@ class StreamCursor(Cursor):
     def __init__(
         self,
         make: Callable[[], Any],
-        wanted: Wanted,
-        share: Share,
+        wanted: Projection,
+        share: ReaderShare,
         state: State,
         label: str,
     ) -> None:

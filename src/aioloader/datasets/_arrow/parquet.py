@@ -13,12 +13,12 @@ from typing import Any
 import pyarrow as pa
 from pyarrow import parquet as pq
 
-from aioloader._base.outlast import in_thread
+from aioloader._base.cancellation import in_thread
 from aioloader.datasets._arrow.files import (
-    Decoding,
-    End,
+    DecodePlan,
+    FileMetadata,
+    FilePart,
     Item,
-    Part,
     TableFormat,
     TableReader,
     begin_together,
@@ -27,10 +27,10 @@ from aioloader.datasets._arrow.files import (
     damaged_footer,
     edges,
 )
-from aioloader.datasets._arrow.ranges import RangeFile, Span
-from aioloader.datasets._arrow.wanted import Wanted, checked
+from aioloader.datasets._arrow.projection import Projection, checked
+from aioloader.datasets._arrow.ranges import ByteSpan, RangeFile
 from aioloader.datasets._stores.failures import Version
-from aioloader.datasets._streams.shards import Position, ShardReader
+from aioloader.datasets._streams.shards import ShardPosition, ShardReader
 from aioloader.errors import DatasetError, TruncatedReadError
 
 # Length of the footer and the magic number after it.
@@ -65,7 +65,9 @@ class ParquetFormat(TableFormat):
     parts. Arguments and errors are those of ``TableFormat``.
     """
 
-    def open_together(self, shards: Sequence[Part], budget: int) -> list[ShardReader]:
+    def open_together(
+        self, shards: Sequence[FilePart], budget: int
+    ) -> list[ShardReader]:
         """Return readers of the first row groups, if several are small and local."""
         left = nbytes = min(_TOGETHER, budget // 4)
         readers: list[TableReader] = []
@@ -80,11 +82,11 @@ class ParquetFormat(TableFormat):
         begin_together(readers, nbytes)
         return [*readers]
 
-    def _small(self, shard: Part) -> int | None:
+    def _small(self, shard: FilePart) -> int | None:
         """Return about how many bytes a row group has; None: opening it waits."""
         address, number, *more = shard
         end = self._kept.get(address)
-        if more or end is None or self.places.path(address) is None:
+        if more or end is None or self.storage.path(address) is None:
             return None
         metadata, leaves = end.facts.metadata, end.facts.leaves
         if not end.facts.is_sound or not leaves or len(leaves) > _FEW:
@@ -94,13 +96,13 @@ class ParquetFormat(TableFormat):
         whole: int = metadata.row_group(number).total_byte_size
         return max(0, whole) * len(leaves) // int(metadata.num_columns)
 
-    async def _read_end(self, address: str, location: str) -> End:
+    async def _read_end(self, address: str, location: str) -> FileMetadata:
         footer, version = await self._tail(address, _footer_length)
         return await in_thread(self._parsed, footer, version, address, location)
 
     def _parsed(
         self, footer: bytes, version: Version, address: str, location: str
-    ) -> End:
+    ) -> FileMetadata:
         """Read a footer; in a thread, because wide tables take long."""
         try:
             metadata = pq.read_metadata(pa.BufferReader(_MAGIC + footer))
@@ -120,19 +122,21 @@ class ParquetFormat(TableFormat):
             skipped = {*range(len(parts))} - found if found is not None else set()
         facts, nbytes = Footer(metadata), metadata.serialized_size
         schema = self._shared(schema)
-        return End(address, location, version, schema, parts, facts, nbytes, skipped)
+        return FileMetadata(
+            address, location, version, schema, parts, facts, nbytes, skipped
+        )
 
     def _unit(self, part: Sequence[Any]) -> str:
         return f"row group {part[0]}"
 
     async def _decoding(
         self,
-        end: End,
-        wanted: Wanted,
+        end: FileMetadata,
+        wanted: Projection,
         part: Sequence[Any],
-        position: Position,  # noqa: ARG002  (rows before it are decoded too)
+        position: ShardPosition,  # noqa: ARG002  (rows before it are decoded too)
         window: int,
-    ) -> Decoding:
+    ) -> DecodePlan:
         footer: Footer = end.facts
         metadata, (number, *share) = footer.metadata, part
         if number >= metadata.num_row_groups:
@@ -174,7 +178,7 @@ class ParquetFormat(TableFormat):
             found = batches(file)
             return between(found, first, stop) if share else found
 
-        return Decoding(
+        return DecodePlan(
             items,
             spans,
             most=_within(_LEAST_REQUEST, window // requests, _MOST_REQUEST),
@@ -206,8 +210,8 @@ def _footer_length(tail: bytes, size: int, location: str) -> int:
 
 
 def _spans(
-    end: End, number: int, names: list[str], unit: str
-) -> tuple[list[Span], int]:
+    end: FileMetadata, number: int, names: list[str], unit: str
+) -> tuple[list[ByteSpan], int]:
     """Find the columns ``names`` of a row group: where they are, and their length."""
     footer: Footer = end.facts
     place = f"{unit} of {end.location!r}"
@@ -229,7 +233,7 @@ def _spans(
             raise DatasetError(text, location=end.location) from error
         raise damaged_footer(place, end.location, error) from error
     group = footer.metadata.row_group(number)
-    spans: list[Span] = []
+    spans: list[ByteSpan] = []
     decoded = 0
     for at in footer.leaves:
         chunk = group.column(at)
@@ -248,7 +252,9 @@ def _spans(
     return spans, decoded
 
 
-def _why_unsound(end: End, number: int | None, names: list[str]) -> Exception | None:
+def _why_unsound(
+    end: FileMetadata, number: int | None, names: list[str]
+) -> Exception | None:
     """Start reading columns of one or all row groups, up to the first byte.
 
     With a damaged footer this fails. Inspecting its columns one by one does not:

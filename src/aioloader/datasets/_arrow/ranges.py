@@ -16,18 +16,18 @@ from typing import Any, TypeAlias
 
 from typing_extensions import Buffer
 
-from aioloader._base.outlast import cancel
+from aioloader._base.cancellation import cancel
 from aioloader.datasets._stores.failures import truncated
 from aioloader.errors import DatasetError
 
-Span: TypeAlias = tuple[int, int]
+ByteSpan: TypeAlias = tuple[int, int]
 
 # Ranges nearer than this are read in one request: a round trip costs more.
 _GAP = 1 << 16
 
 
 @dataclass
-class Range:
+class FetchedRange:
     """A range of the file, released when its ``left`` bytes were read."""
 
     start: int
@@ -37,28 +37,30 @@ class Range:
     is_passed: bool = False  # released, so that it is not requested ahead
 
 
-def plan(spans: Iterable[Span], most: int, *, in_order: bool = False) -> list[Range]:
+def plan(
+    spans: Iterable[ByteSpan], most: int, *, in_order: bool = False
+) -> list[FetchedRange]:
     """Return the requests for ``spans`` of a file, in their order of use.
 
     Long spans are cut, and adjacent short ones joined, up to ``most`` bytes. If not
     ``in_order``, they are read in parallel, like columns: the n-th parts of all come
     before the next parts.
     """
-    groups: list[Range] = []
+    groups: list[FetchedRange] = []
     for start, stop in sorted(span for span in spans if span[0] < span[1]):
         last = groups[-1] if groups else None
         is_near = last is not None and last.stop <= start <= last.stop + _GAP
         if last is not None and is_near and stop - last.start <= most:
             last.stop, last.left = stop, last.left + stop - start
         else:
-            groups.append(Range(start, stop, stop - start))
-    found: list[tuple[float, int, Range]] = []
+            groups.append(FetchedRange(start, stop, stop - start))
+    found: list[tuple[float, int, FetchedRange]] = []
     for group in groups:
         size = group.stop - group.start
         step = -(-size // -(-size // most))
         for start in range(group.start, group.stop, step):
             stop = min(group.stop, start + step)
-            one = group if step == size else Range(start, stop, stop - start)
+            one = group if step == size else FetchedRange(start, stop, stop - start)
             turn = 0 if in_order else (start - group.start) / size
             found.append((turn, start, one))
     return [one for *_, one in sorted(found, key=lambda item: item[:2])]
@@ -92,7 +94,7 @@ class RangeFile(io.RawIOBase):
     seekable = readable
 
 
-class Ranges:
+class FetchedRanges:
     """The bytes of one file, requested ahead by ``read``.
 
     ``begin`` and ``aclose`` belong to the loop's thread, ``read`` to one other thread,
@@ -109,7 +111,7 @@ class Ranges:
         self,
         read: Callable[[int, int], Awaitable[Buffer]],
         size: int,
-        plan: list[Range],
+        plan: list[FetchedRange],
         *,
         budget: int,
         location: str,
@@ -185,16 +187,16 @@ class Ranges:
             start = end
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
-    def _find(self, start: int, stop: int) -> Range:
+    def _find(self, start: int, stop: int) -> FetchedRange:
         """Return the range that contains ``start``, or a new one outside the plan."""
         place = bisect.bisect_right(self._starts, start)
         if place and start < self._by_start[place - 1].stop:
             return self._by_start[place - 1]
         if place < len(self._starts):
             stop = min(stop, self._starts[place])
-        return Range(start, stop, stop - start)
+        return FetchedRange(start, stop, stop - start)
 
-    def _wait_for(self, found: Range) -> memoryview:
+    def _wait_for(self, found: FetchedRange) -> memoryview:
         try:
             return (found.body or self._ask(found)).result()
         except CancelledError:
@@ -211,7 +213,7 @@ class Ranges:
                 self._ask(found)
             self._next += 1
 
-    def _ask(self, found: Range) -> "Future[memoryview]":
+    def _ask(self, found: FetchedRange) -> "Future[memoryview]":
         loop = self._loop
         if loop is None or loop.is_closed():
             raise DatasetError(
@@ -222,7 +224,7 @@ class Ranges:
         found.body = body = asyncio.run_coroutine_threadsafe(request, loop)
         return body
 
-    def _pass(self, found: Range) -> None:
+    def _pass(self, found: FetchedRange) -> None:
         """Release a range; a later read requests it once more."""
         size = found.stop - found.start
         if found.body is not None:

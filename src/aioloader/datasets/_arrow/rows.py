@@ -39,7 +39,7 @@ _NOT_IN_PYTHON = OverflowError, ValueError, LookupError
 _DAY = np.timedelta64(1, "D")
 
 
-class Part(NamedTuple):
+class RowSlice(NamedTuple):
     """Rows from ``start`` to before ``stop`` of columns of one length."""
 
     columns: tuple[Column, ...]
@@ -82,19 +82,19 @@ class Rows(Sequence[dict[str, Any]]):
             none = [pa.nulls(0, kind) for kind in table.schema.types]
             empty = pa.RecordBatch.from_arrays(none, schema=table.schema)
             batches = table.to_batches() or [empty]
-        parts: list[Part] = []
+        parts: list[RowSlice] = []
         for batch in batches:
             columns, kinds = zip(*map(column_of, batch.columns), strict=True)
-            parts.append(Part(columns, 0, batch.num_rows))
+            parts.append(RowSlice(columns, 0, batch.num_rows))
         self.__setstate__((names, kinds, parts))
 
-    def __setstate__(self, state: tuple[Any, Any, Sequence[Part]]) -> None:
+    def __setstate__(self, state: tuple[Any, Any, Sequence[RowSlice]]) -> None:
         self.names, self.kinds, self.parts = state
         self._length = 0
         for _, start, stop in self.parts:
             self._length += stop - start
 
-    def _of(self, parts: Sequence[Part]) -> "Rows":
+    def _of(self, parts: Sequence[RowSlice]) -> "Rows":
         rows = Rows.__new__(Rows)
         rows.__setstate__((self.names, self.kinds, parts))
         return rows
@@ -134,11 +134,11 @@ class Rows(Sequence[dict[str, Any]]):
         start, stop, step = index.indices(self._length)
         if step != 1:
             return self.pick(range(start, stop, step))
-        parts: list[Part] = []
+        parts: list[RowSlice] = []
         for columns, first, last in self.parts:
             begin, end = max(first, first + start), min(last, first + stop)
             if begin < end:
-                parts.append(Part(columns, begin, end))
+                parts.append(RowSlice(columns, begin, end))
             start -= last - first
             stop -= last - first
         return self._of(parts or [self.parts[0]._replace(stop=0, start=0)])
@@ -147,7 +147,7 @@ class Rows(Sequence[dict[str, Any]]):
         names = self.names
         for columns, first, last in self.parts:
             for start in range(first, last, _AT_ONCE):
-                part = Part(columns, start, min(last, start + _AT_ONCE)).cut()
+                part = RowSlice(columns, start, min(last, start + _AT_ONCE)).cut()
                 for row in zip(*map(values_of, part), strict=True):
                     yield dict(zip(names, row, strict=True))
 
@@ -170,7 +170,7 @@ class Rows(Sequence[dict[str, Any]]):
         except (ValueError, NotImplementedError):
             # More than 2 GiB of strings, or a type without `take` in Arrow.
             return self._of([self[at : at + 1].parts[0] for at in chosen.tolist()])
-        return self._of([Part(columns, 0, len(chosen))])
+        return self._of([RowSlice(columns, 0, len(chosen))])
 
     def joined(self, others: Sequence[Any]) -> "Rows | None":
         """Return these rows and ``others`` as one; None if their columns differ."""
@@ -183,7 +183,7 @@ class Rows(Sequence[dict[str, Any]]):
             parts += other.parts
         return self._of(parts)
 
-    def woven(self, others: Sequence[Any]) -> "Rows | None":
+    def interleaved(self, others: Sequence[Any]) -> "Rows | None":
         """Return the rows interleaved with ``others`` of the same length, copied.
 
         The first row of each comes first. None if their columns differ.
@@ -193,8 +193,10 @@ class Rows(Sequence[dict[str, Any]]):
             return None
         if len(joined.parts) == lanes:
             with contextlib.suppress(ValueError, NotImplementedError):  # as in pick
-                woven = tuple(map(weave_columns, _columns_of(joined.parts), self.kinds))
-                return self._of([Part(woven, 0, len(joined))])
+                interleaved = tuple(
+                    map(interleave_columns, _columns_of(joined.parts), self.kinds)
+                )
+                return self._of([RowSlice(interleaved, 0, len(joined))])
         return joined.pick(turns(lanes, len(self)))
 
     def collate(self) -> dict[str, Any]:
@@ -242,8 +244,8 @@ class Rows(Sequence[dict[str, Any]]):
         return f"<{self._length:,} rows of {', '.join(self.names)}>"
 
 
-def _columns_of(parts: Iterable[Part]) -> Iterable[tuple[Column, ...]]:
-    return zip(*map(Part.cut, parts), strict=True)
+def _columns_of(parts: Iterable[RowSlice]) -> Iterable[tuple[Column, ...]]:
+    return zip(*map(RowSlice.cut, parts), strict=True)
 
 
 def _taken(column: Column, indices: npt.NDArray[np.int64]) -> Column:
@@ -293,10 +295,10 @@ def join_columns(columns: Sequence[Column], kind: pa.DataType) -> Column:
     return pa.concat_arrays([arrow_of(column, kind) for column in columns])
 
 
-def weave_columns(columns: Sequence[Column], kind: pa.DataType) -> Column:
+def interleave_columns(columns: Sequence[Column], kind: pa.DataType) -> Column:
     if all(isinstance(column, np.ndarray) for column in columns):
-        woven = np.stack(columns, axis=1)
-        return woven.reshape(-1, *woven.shape[2:])
+        interleaved = np.stack(columns, axis=1)
+        return interleaved.reshape(-1, *interleaved.shape[2:])
     return join_columns(columns, kind).take(turns(len(columns), len(columns[0])))
 
 

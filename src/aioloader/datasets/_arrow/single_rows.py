@@ -7,17 +7,17 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from aioloader._base.outlast import each, in_thread
+from aioloader._base.cancellation import each, in_thread
 from aioloader.datasets._arrow.files import TableFormat
 from aioloader.datasets._arrow.rows import Rows
 from aioloader.datasets._indexed.local import OPEN
 from aioloader.datasets._stores.failures import Version
-from aioloader.datasets._stores.places import Places
+from aioloader.datasets._stores.storage import Storage
 from aioloader.datasets._streams.edges import Edges
 from aioloader.errors import DatasetError
 
 
-class File(NamedTuple):
+class MappedTable(NamedTuple):
     """A file: what makes rows of some of its columns, and counts by record batch."""
 
     address: str
@@ -43,8 +43,10 @@ class File(NamedTuple):
 class SingleRows:
     """Rows of local files; to ``edges`` each record batch is a shard."""
 
-    def __init__(self, places: Places, files: Sequence[File], edges: Edges) -> None:
-        self._places, self._files, self._edges = places, files, edges
+    def __init__(
+        self, storage: Storage, files: Sequence[MappedTable], edges: Edges
+    ) -> None:
+        self._storage, self._files, self._edges = storage, files, edges
         # Of each record batch: the number of its file, and its own in that.
         self._batches = [
             (number, at)
@@ -54,7 +56,7 @@ class SingleRows:
         self._opened = lru_cache(OPEN)(lambda number: files[number].batches())
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return SingleRows, (self._places, self._files, self._edges)
+        return SingleRows, (self._storage, self._files, self._edges)
 
     def samples(self, indices: Sequence[int]) -> list[Any]:
         """Return rows, as dicts."""
@@ -67,7 +69,9 @@ class SingleRows:
 
     def _check(self, numbers: Iterable[int]) -> None:
         for number in numbers:
-            self._places.check(self._files[number].address, self._files[number].version)
+            self._storage.check(
+                self._files[number].address, self._files[number].version
+            )
 
     def _row(self, number: int, at: int, row: int) -> dict[str, Any]:
         file = self._files[number]
@@ -83,17 +87,17 @@ class SingleRows:
 
 async def single_rows(
     made_by: TableFormat, shards: Sequence[Any]
-) -> tuple[list[File], Edges]:
+) -> tuple[list[MappedTable], Edges]:
     """Return the files of shards, and where their rows are.
 
     Raises:
         ValueError: If some are remote, or rows are filtered.
     """
-    places = made_by.places
+    storage = made_by.storage
 
-    async def file_of(address: str) -> File:
+    async def file_of(address: str) -> MappedTable:
         end, wanted, rows_of = await made_by.opened(address)
-        path, names = places.path(address), wanted.present(end.schema)
+        path, names = storage.path(address), wanted.present(end.schema)
         if path is None:
             raise ValueError(
                 f"{end.location!r} is remote, and a row costs all of its record batch: "
@@ -104,7 +108,7 @@ async def single_rows(
                 f"filters= of {end.location!r} would have to read all rows: leave it "
                 "out, and take a Subset"
             )
-        file = File(address, path, end.version, names, rows_of, [])
+        file = MappedTable(address, path, end.version, names, rows_of, [])
         file.counts.extend(one.num_rows for one in await in_thread(file.batches))
         return file
 

@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from aioloader._base.cancellation import in_thread
 from aioloader._base.forks import fork_safe
-from aioloader._base.outlast import in_thread
 from aioloader.datasets._stores.failures import (
     Version,
     file_failure,
@@ -24,7 +24,7 @@ from aioloader.datasets._stores.failures import (
     version_of_file,
 )
 from aioloader.datasets._streams.edges import Edges, changed_since, check_end
-from aioloader.datasets._streams.engine import Kind, sample_of
+from aioloader.datasets._streams.engine import ByteFormatSpec, sample_of
 
 T = TypeVar("T")
 # Shards open at once, each with two descriptors.
@@ -65,7 +65,7 @@ class LocalReads:
             self._thread = None
 
 
-class _Mapping:
+class _MappedShard:
     """A shard that is mapped, and was as it is at a time."""
 
     def __init__(self, path: str, end: int, expected: Version | None) -> None:
@@ -91,19 +91,21 @@ class _Mapping:
             raise changed_since(self._path, before, changed)
 
 
-class Mapped:
+class MappedShards:
     """Samples of mapped shards, by their indices; of each shard a path and a kind."""
 
-    def __init__(self, shards: Sequence[tuple[str, Kind]], edges: Edges) -> None:
+    def __init__(
+        self, shards: Sequence[tuple[str, ByteFormatSpec]], edges: Edges
+    ) -> None:
         self._shards, self._edges = shards, edges
-        self._mappings: OrderedDict[int, _Mapping] = OrderedDict()
+        self._mappings: OrderedDict[int, _MappedShard] = OrderedDict()
         self._lock = fork_safe(threading.Lock())
         # Once the C library has freed a block of this size, it keeps twice as much for
         # samples, which otherwise cost up to a page fault per 4 KB.
         np.empty(_KEPT, np.uint8)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Mapped, (self._shards, self._edges)
+        return MappedShards, (self._shards, self._edges)
 
     def samples(self, indices: Sequence[int]) -> list[Any]:
         """Return samples; the kernel reads all of them ahead, in any order."""
@@ -131,13 +133,13 @@ class Mapped:
         with self._lock:
             return self._mapping(shard).version
 
-    def _mapping(self, shard: int) -> _Mapping:
+    def _mapping(self, shard: int) -> _MappedShard:
         mapping = self._mappings.pop(shard, None)
         if mapping is None:
             versions = self._edges.versions
             expected = versions[shard] if versions else None
             path, end = self._shards[shard][0], self._edges.end(shard)
-            mapping = _Mapping(path, end, expected)
+            mapping = _MappedShard(path, end, expected)
             while len(self._mappings) >= OPEN:  # views keep what they need
                 self._mappings.popitem(last=False)
         self._mappings[shard] = mapping

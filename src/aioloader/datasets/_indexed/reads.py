@@ -10,13 +10,18 @@ import contextlib
 from collections.abc import Coroutine
 from typing import Any, Generic, TypeVar
 
-from aioloader._base.outlast import cancel
+from aioloader._base.cancellation import cancel
 from aioloader._order.shuffled_blocks import BlockIndex
 from aioloader.datasets._stores.addresses import Address
 from aioloader.datasets._stores.bytes import StoredObject
 from aioloader.datasets._stores.failures import Version
-from aioloader.datasets._stores.places import Places
-from aioloader.datasets._streams.edges import Edges, Place, changed_since, check_end
+from aioloader.datasets._stores.storage import Storage
+from aioloader.datasets._streams.edges import (
+    Edges,
+    SampleRange,
+    changed_since,
+    check_end,
+)
 from aioloader.errors import DatasetError
 
 T = TypeVar("T")
@@ -25,7 +30,7 @@ _GAP, _MOST = 1 << 16, 8 << 20
 _BLOCK = 512
 
 
-class Shared(Generic[T]):
+class SharedRequest(Generic[T]):
     """A request that several reads wait for; it ends when all of them were cancelled.
 
     A read joins it, and then waits for the result or leaves.
@@ -77,7 +82,7 @@ class Shared(Generic[T]):
                 waiter.set_result(None)
 
 
-class Asked:
+class PendingSample:
     """A sample to read.
 
     Attributes:
@@ -90,27 +95,29 @@ class Asked:
 
     __slots__ = ("is_held", "is_sent", "merged", "place")
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: SampleRange) -> None:
         self.place, self.is_held, self.is_sent = place, True, False
-        self.merged: tuple[Shared[memoryview], int] | None = None
+        self.merged: tuple[SharedRequest[memoryview], int] | None = None
 
 
-class Reads:
+class RemoteReads:
     """The reads of one event loop."""
 
-    def __init__(self, places: Places, addresses: list[Address], edges: Edges) -> None:
+    def __init__(
+        self, storage: Storage, addresses: list[Address], edges: Edges
+    ) -> None:
         self.users = 0
-        self._places, self._addresses, self._edges = places, addresses, edges
+        self._storage, self._addresses, self._edges = storage, addresses, edges
         self._is_open = False
         self._objects: dict[int, StoredObject] = {}
         self._versions: dict[int, Version] = {}
-        self._checks: dict[int, Shared[Version]] = {}
-        self._asked: list[Asked] = []  # in this turn of the loop
+        self._checks: dict[int, SharedRequest[Version]] = {}
+        self._asked: list[PendingSample] = []  # in this turn of the loop
         # Samples of blocks that were asked for, but not yet read, by their indices.
-        self._held: dict[int, Asked] = {}
+        self._held: dict[int, PendingSample] = {}
         self._requests: set[asyncio.Task[Any]] = set()
 
-    async def read(self, index: int) -> tuple[Place, memoryview]:
+    async def read(self, index: int) -> tuple[SampleRange, memoryview]:
         """Return where a sample is, and its bytes."""
         asked = self._held.pop(index, None)
         if asked is None:
@@ -141,10 +148,10 @@ class Reads:
         await cancel(requests)
         if self._is_open:
             self._is_open = False
-            await self._places.aclose()
+            await self._storage.aclose()
 
-    def _ask(self, index: int) -> Asked:
-        asked = Asked(self._edges.find(index))
+    def _ask(self, index: int) -> PendingSample:
+        asked = PendingSample(self._edges.find(index))
         if not self._asked:
             asyncio.get_running_loop().call_soon(self._send)
         self._asked.append(asked)
@@ -163,7 +170,7 @@ class Reads:
     def _send(self) -> None:
         """Make requests of all that were asked for since the last turn."""
         asked, self._asked = self._asked, []
-        group: list[Asked] = []
+        group: list[PendingSample] = []
         start = stop = 0
         for one in sorted(asked, key=lambda one: one.place):
             shard, begin, end = one.place
@@ -176,7 +183,7 @@ class Reads:
             stop = max(stop, end)
         self._merge(group, start, stop)
 
-    def _merge(self, group: list[Asked], start: int, stop: int) -> None:
+    def _merge(self, group: list[PendingSample], start: int, stop: int) -> None:
         if len(group) > 1:
             shared = self._shared(self._bytes(group[0].place[0], start, stop))
             for one in group:
@@ -184,8 +191,8 @@ class Reads:
                 if not one.is_held:
                     shared.join()
 
-    def _shared(self, request: Coroutine[Any, Any, T]) -> Shared[T]:
-        shared = Shared(request)
+    def _shared(self, request: Coroutine[Any, Any, T]) -> SharedRequest[T]:
+        shared = SharedRequest(request)
         self._requests.add(shared.task)
         shared.task.add_done_callback(self._requests.discard)
         return shared
@@ -229,9 +236,9 @@ class Reads:
     def _stored(self, shard: int) -> StoredObject:
         if not self._is_open:
             self._is_open = True
-            self._places.enter()
+            self._storage.enter()
         stored = self._objects.get(shard)
         if stored is None:
-            stored = self._places.stored(self._addresses[shard])
+            stored = self._storage.stored(self._addresses[shard])
             self._objects[shard] = stored
         return stored

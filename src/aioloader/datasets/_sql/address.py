@@ -78,7 +78,7 @@ _SELECT = re.compile(
 _NAME = re.compile(r'(?:"((?:[^"]|"")+)"|([^."]+))(?:\.(?!\Z)|\Z)')
 
 
-class Address:
+class DatabaseURL:
     """The address of a database.
 
     ``sqlite:///relative``, ``sqlite:////absolute`` (with ``%3F`` for ``?``), or
@@ -196,7 +196,7 @@ class LostError(Exception):
 async def retried(
     attempt: Callable[[], Awaitable[T]],
     doing: str,
-    address: Address,
+    address: DatabaseURL,
     deadline: float = 0.0,
     *,
     warns: bool = False,
@@ -232,7 +232,7 @@ async def retried(
 
 
 def _failure_of(
-    doing: str, address: Address, exc: Exception
+    doing: str, address: DatabaseURL, exc: Exception
 ) -> tuple[DatasetError, bool]:
     """Return the error for a driver's exception, and whether a retry may help."""
     may_pass = isinstance(exc, LostError)

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 from aioloader.datasets._checks import check_at_least
 from aioloader.datasets._sql.address import (
-    Address,
+    DatabaseURL,
     Infinity,
     Numeric,
     Relation,
@@ -22,18 +22,18 @@ from aioloader.datasets._sql.address import (
 from aioloader.datasets._sql.postgres import Postgres
 from aioloader.datasets._sql.session import (
     Key,
+    KeyRange,
     Session,
-    Span,
     SQLReader,
     driver_of,
     encoded,
 )
 from aioloader.datasets._sql.sqlite import SQLite
 from aioloader.datasets._stores.redact import Sealed
-from aioloader.datasets._streams.shards import Position, ShardFormat, Summary
+from aioloader.datasets._streams.shards import ShardFormat, ShardPosition, Summary
 
 # A range, None if nothing is in it; and the iteration that reads it.
-SQLShard: TypeAlias = tuple[Span | None, Session]
+SQLShard: TypeAlias = tuple[KeyRange | None, Session]
 
 
 class SQLFormat(ShardFormat[SQLShard]):
@@ -67,7 +67,7 @@ class SQLFormat(ShardFormat[SQLShard]):
     ) -> None:
         if deadline < 0:
             raise ValueError(f"deadline must not be negative, got {deadline}")
-        self._address = Address(url)
+        self._address = DatabaseURL(url)
         self._relation = Relation(query, key, columns, parameters, numeric, infinity)
         self._partitions = _checked(partitions)
         self._deadline = deadline
@@ -87,7 +87,7 @@ class SQLFormat(ShardFormat[SQLShard]):
         stack.push_async_callback(session.aclose)
         cuts = known.get("cuts", self._partitions)
 
-        async def begin() -> list[Span] | ValueError:
+        async def begin() -> list[KeyRange] | ValueError:
             try:
                 return await session.begin(cuts)
             except ValueError as exc:
@@ -116,7 +116,7 @@ class SQLFormat(ShardFormat[SQLShard]):
             cuts: list[Key] = self.summary(await self.shards(stack))["cuts"]
         return cuts
 
-    def open(self, shard: SQLShard, position: Position, budget: int) -> SQLReader:
+    def open(self, shard: SQLShard, position: ShardPosition, budget: int) -> SQLReader:
         """Return a reader of a range after the key in ``position``."""
         span, session = shard
         return SQLReader(session, span, position.get("key"), budget)

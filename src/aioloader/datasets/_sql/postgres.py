@@ -12,8 +12,8 @@ from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
-from aioloader._base.blocks import Bad, Block
-from aioloader._base.outlast import outlast
+from aioloader._base.blocks import Block, FailedSample
+from aioloader._base.cancellation import finish_despite_cancel
 from aioloader.datasets._sql.address import (
     Infinity,
     Relation,
@@ -25,9 +25,9 @@ from aioloader.datasets._sql.session import (
     GROWTH,
     Connection,
     Key,
+    KeyRange,
     Scan,
     Session,
-    Span,
     close_all,
     encoded,
     fitting,
@@ -209,14 +209,14 @@ class Postgres(Session):
         self._idle: list[Connection] = []
         self._decimals: list[str] = []  # columns of exact numbers, read as text
 
-    async def begin(self, partitions: int | Sequence[Key]) -> list[Span]:
+    async def begin(self, partitions: int | Sequence[Key]) -> list[KeyRange]:
         leader = await self._lead()
         # The first reader's connection is opened meanwhile: that takes as long.
         spare = asyncio.create_task(self._spare())
         try:
             return await leader.run(self._divided, leader, partitions)
         finally:
-            await outlast(asyncio.gather(spare, return_exceptions=True))
+            await finish_despite_cancel(asyncio.gather(spare, return_exceptions=True))
 
     async def join(self) -> Connection:
         return self._idle.pop() if self._idle else await self._new()
@@ -272,7 +272,7 @@ class Postgres(Session):
     # -- in the connection's thread -----------------------------------------------
 
     def scan(
-        self, connection: Connection, span: Span, last: Key | None, batch_bytes: int
+        self, connection: Connection, span: KeyRange, last: Key | None, batch_bytes: int
     ) -> Scan:
         rest, is_again = span.since(last), last is not None
         connection.fetch(_RANGE, ["" if key is None else str(key) for key in rest])
@@ -302,7 +302,9 @@ class Postgres(Session):
                 if number is not None:
                     key, name = keys[at].as_py(), self._read[number]
                     label = self.address.label
-                    rows[at] = Bad(infinite_error(self.relation, key, name, label))
+                    rows[at] = FailedSample(
+                        infinite_error(self.relation, key, name, label)
+                    )
         return rows
 
     def _bound(self, key: Key) -> str:

@@ -16,18 +16,22 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 from aioloader._base.blocks import Block
+from aioloader._base.cancellation import finish_despite_cancel, in_thread
 from aioloader._base.cpu_threads import CpuThread, Job
 from aioloader._base.extras import imported
-from aioloader._base.outlast import in_thread, outlast
 from aioloader.datasets._sql.address import (
-    Address,
+    DatabaseURL,
     LostError,
     Relation,
     retried,
     select,
     sqlstate_of,
 )
-from aioloader.datasets._streams.shards import Made, Position, Reader
+from aioloader.datasets._streams.shards import (
+    BlockReader,
+    PositionedBlocks,
+    ShardPosition,
+)
 from aioloader.errors import DatasetError
 
 if TYPE_CHECKING:
@@ -49,7 +53,7 @@ _MOST = 1 << 16
 GROWTH = 8
 
 
-def driver_of(address: Address) -> Any:
+def driver_of(address: DatabaseURL) -> Any:
     name = "adbc_driver_sqlite" if address.is_sqlite else "adbc_driver_postgresql"
     imported("pyarrow.compute", "sql", "databases need ADBC")
     return imported(f"{name}.dbapi", "sql", "databases need ADBC")
@@ -66,7 +70,7 @@ class Connection(CpuThread):
     PostgreSQL's driver reads all types, which takes ten times as long as connecting.
     """
 
-    def __init__(self, address: Address, like: "Connection | None" = None) -> None:
+    def __init__(self, address: DatabaseURL, like: "Connection | None" = None) -> None:
         super().__init__("aioloader-sql")
         self._address = address
         self._like = like
@@ -168,10 +172,10 @@ class Connection(CpuThread):
 
 async def close_all(connections: Iterable[Connection]) -> None:
     """Close connections in parallel; all of them, even if cancelled."""
-    await outlast(asyncio.gather(*(one.aclose() for one in connections)))
+    await finish_despite_cancel(asyncio.gather(*(one.aclose() for one in connections)))
 
 
-class Span(NamedTuple):
+class KeyRange(NamedTuple):
     """The keys from ``start`` on and before ``stop``; None: no bound."""
 
     start: Key | None = None
@@ -181,17 +185,19 @@ class Span(NamedTuple):
         both = (("start", ">=", self.start), ("stop", "<", self.stop))
         return [(name, sign, key) for name, sign, key in both if key is not None]
 
-    def since(self, key: Key | None) -> "Span":
-        return self if key is None else Span(key, self.stop)
+    def since(self, key: Key | None) -> "KeyRange":
+        return self if key is None else KeyRange(key, self.stop)
 
 
 class Session(abc.ABC):
-    address: Address
+    address: DatabaseURL
     relation: Relation
     deadline: float
     _sign: str  # of a numbered parameter
 
-    def __init__(self, address: Address, relation: Relation, deadline: float) -> None:
+    def __init__(
+        self, address: DatabaseURL, relation: Relation, deadline: float
+    ) -> None:
         self.address, self.relation, self.deadline = address, relation, deadline
         self.names: Sequence[str] = ()  # the columns to deliver
         self._key = relation.key_column
@@ -199,7 +205,7 @@ class Session(abc.ABC):
         self._selected = ""  # the list after SELECT
 
     @abc.abstractmethod
-    async def begin(self, partitions: int | Sequence[Key]) -> list[Span]:
+    async def begin(self, partitions: int | Sequence[Key]) -> list[KeyRange]:
         """Take a snapshot, and divide it; a ValueError if key or columns are wrong."""
 
     @abc.abstractmethod
@@ -218,7 +224,7 @@ class Session(abc.ABC):
 
     @abc.abstractmethod
     def scan(
-        self, connection: Connection, span: Span, last: Key | None, batch_bytes: int
+        self, connection: Connection, span: KeyRange, last: Key | None, batch_bytes: int
     ) -> Scan:
         """Yield the rows of a range, in order, after the last key that was read."""
 
@@ -236,13 +242,13 @@ class Session(abc.ABC):
 
     def _divided(
         self, connection: Connection, partitions: int | Sequence[Key]
-    ) -> list[Span]:
+    ) -> list[KeyRange]:
         self._plan(connection)
         if isinstance(partitions, int):
             cuts = self._cuts(connection, partitions) if partitions > 1 else []
         else:
             cuts = self._risen(connection, partitions)
-        return [Span(*pair) for pair in pairwise([None, *cuts, None])]
+        return [KeyRange(*pair) for pair in pairwise([None, *cuts, None])]
 
     def _risen(self, connection: Connection, cuts: Sequence[Key]) -> list[Key]:
         # An empty part with the key itself provides its collation.
@@ -284,7 +290,7 @@ class Session(abc.ABC):
             f"query: SELECT {name} COLLATE {exact} AS id, ..."
         )
 
-    def _statement(self, span: Span, bound: str) -> str:
+    def _statement(self, span: KeyRange, bound: str) -> str:
         """Return the query for a range; a bound is an expression, ``{}`` its name."""
         bounds = [
             f"{self._key} {sign} {bound.format(name)}"
@@ -328,7 +334,7 @@ class Session(abc.ABC):
         return Rows(batch.select(list(self.names)))
 
 
-class SQLReader(Reader):
+class SQLReader(BlockReader):
     """Reads one range a batch ahead, across lost connections, after the ``last`` key.
 
     A batch is read in a connection's thread while the previous one is consumed; it is
@@ -339,12 +345,12 @@ class SQLReader(Reader):
     is_ahead = True
 
     def __init__(
-        self, session: Session, span: Span | None, last: Key | None, budget: int
+        self, session: Session, span: KeyRange | None, last: Key | None, budget: int
     ) -> None:
         super().__init__(session.address.label, None)
         self.is_over: bool = span is None
         self._session = session
-        self._span = span or Span()
+        self._span = span or KeyRange()
         self._batch_bytes = max(_SMALLEST, min(budget // 4, _LARGEST))
         self._start = self._last_read = last
         self._pulled = 0  # rows of the last pull
@@ -358,19 +364,19 @@ class SQLReader(Reader):
         self._pulled = len(block)
         return block
 
-    def position(self) -> Position:
+    def position(self) -> ShardPosition:
         if self.mark is not None:
             return self.positions()(self._pulled)
         return {} if self._start is None else {"key": self._start}
 
-    def positions(self) -> Callable[[int], Position]:
+    def positions(self) -> Callable[[int], ShardPosition]:
         keys, before = self.mark, self.taken - self._pulled
         return lambda count: {"key": encoded(keys[before + count - 1].as_py())}
 
     def is_draining(self) -> bool:
         return self.is_over
 
-    async def make(self) -> Made:
+    async def make(self) -> PositionedBlocks:
         """Read a batch; what waiting cannot cure ends the range."""
         session, key = self._session, self._session.relation.key
         bounds = [f"{key} {sign} {bound!r}" for _, sign, bound in self._span.bounds()]
@@ -386,7 +392,7 @@ class SQLReader(Reader):
             self._failure, self.is_over = error, True
             return []
 
-    async def _batch(self) -> Made:
+    async def _batch(self) -> PositionedBlocks:
         session, last = self._session, self._last_read
         if self._open is None:
             connection = await session.join()

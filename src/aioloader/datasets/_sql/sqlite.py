@@ -13,16 +13,16 @@ from collections.abc import Iterable, Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
-from aioloader._base.blocks import Bad, Block
+from aioloader._base.blocks import Block, FailedSample
 from aioloader.datasets._sql.address import column, quoted, select
 from aioloader.datasets._sql.postgres import selection
 from aioloader.datasets._sql.session import (
     GROWTH,
     Connection,
     Key,
+    KeyRange,
     Scan,
     Session,
-    Span,
     close_all,
     encoded,
     fitting,
@@ -72,7 +72,7 @@ class SQLite(Session):
         self._row_bytes = 1  # about so many
         self._sorts = False  # each query sorts all rows: the key has no index
 
-    async def begin(self, partitions: int | Sequence[Key]) -> list[Span]:
+    async def begin(self, partitions: int | Sequence[Key]) -> list[KeyRange]:
         count = partitions if isinstance(partitions, int) else len(partitions) + 1
         for _ in range(min(count, _CONNECTIONS)):
             self._connections[connection := Connection(self.address)] = 0
@@ -122,7 +122,7 @@ class SQLite(Session):
     # -- in the connection's thread -----------------------------------------------
 
     def scan(
-        self, connection: Connection, span: Span, last: Key | None, batch_bytes: int
+        self, connection: Connection, span: KeyRange, last: Key | None, batch_bytes: int
     ) -> Scan:
         """Yield the rows of a range; a query starts again with more rows a batch."""
         # A query that sorts would sort again for each change.
@@ -169,14 +169,14 @@ class SQLite(Session):
             rows += [self._bad(key, bad[0])] if bad else super()._rows(row)
         return rows
 
-    def _bad(self, key: Any, name: str) -> Bad:
+    def _bad(self, key: Any, name: str) -> FailedSample:
         label, relation = self.address.label, self.relation
         text = (
             f"the row of {relation.label} of {label!r} with {relation.key} = {key!r} "
             f"has text in column {name!r} that is not UTF-8; write "
             f"CAST({quoted(name)} AS BLOB) in a query"
         )
-        return Bad(DatasetError(text, location=label))
+        return FailedSample(DatasetError(text, location=label))
 
     def _bound(self, key: Key) -> int | str | bytes:
         if self._key_type == "blob":
@@ -197,7 +197,7 @@ class SQLite(Session):
         self._types[key] = _KEY_TYPES[self._key_type]
         casts = {name: ("", _CASTS.get(self._types[name], "")) for name in self._read}
         self._selected = selection({**casts, key: ("", "")}, relation.infinity)
-        sql = f"EXPLAIN QUERY PLAN {self._statement(Span(), '')}"
+        sql = f"EXPLAIN QUERY PLAN {self._statement(KeyRange(), '')}"
         self._sorts = "FOR ORDER BY" in str(connection.fetch(sql, relation.parameters))
 
     def _declared(self, connection: Connection) -> dict[str, str]:

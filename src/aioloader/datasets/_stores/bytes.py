@@ -26,12 +26,12 @@ import aiofiles
 import numpy as np
 from typing_extensions import Buffer
 
-from aioloader._base.outlast import cancel, in_thread, outlast
+from aioloader._base.cancellation import cancel, finish_despite_cancel, in_thread
 from aioloader._base.warnings import warn
 from aioloader.datasets._stores.cache_dir import CacheDir
 from aioloader.datasets._stores.failures import (
     NOTHING,
-    Known,
+    ExpectedVersion,
     NoRangesError,
     Piece,
     Version,
@@ -267,7 +267,7 @@ class ObjectBytes:
         object: StoredObject,  # noqa: A002
         start: int,
         budget: int,
-        known: Known = NOTHING,
+        known: ExpectedVersion = NOTHING,
         stop: int | None = None,
     ) -> None:
         self.version: Version | None = None  # until it is known
@@ -396,7 +396,7 @@ class FileBytes:
         path: str,
         start: int,
         budget: int,
-        known: Known = NOTHING,
+        known: ExpectedVersion = NOTHING,
         stop: int | None = None,
     ) -> None:
         self.version: Version | None = None  # until it is open
@@ -429,7 +429,7 @@ class FileBytes:
     async def open(self) -> None:
         if self._file is None:
             try:
-                await outlast(asyncio.create_task(self._open()))
+                await finish_despite_cancel(asyncio.create_task(self._open()))
             except OSError as error:
                 raise file_failure(self._path, error) from error
 
@@ -439,7 +439,7 @@ class FileBytes:
     async def aclose(self) -> None:
         if self._file is not None:
             file, self._file = self._file, None
-            await outlast(asyncio.ensure_future(file.close()))
+            await finish_despite_cancel(asyncio.ensure_future(file.close()))
 
     async def _open(self) -> None:
         # Unbuffered: large reads need no second copy.
@@ -514,7 +514,7 @@ def read_local(
             data = file.read(stop - start)
     except OSError as error:
         raise file_failure(path, error) from error
-    Known(version).check(path, current)
+    ExpectedVersion(version).check(path, current)
     return checked(data, stop - start, path), current
 
 

@@ -120,7 +120,7 @@ class Piece(NamedTuple):
     version: Version
 
 
-class Known(NamedTuple):
+class ExpectedVersion(NamedTuple):
     """What is known of a shard before it is opened."""
 
     version: Version | None = None  # what was listed or cut in this iteration
@@ -128,7 +128,9 @@ class Known(NamedTuple):
     stamp: str | None = None  # its stamp in the state
 
     @classmethod
-    def of(cls, position: Mapping[str, Any], version: Version | None = None) -> "Known":
+    def of(
+        cls, position: Mapping[str, Any], version: Version | None = None
+    ) -> "ExpectedVersion":
         return cls(version, position.get("size"), position.get("stamp"))
 
     def check(self, location: str, found: Version, start: int = 0) -> None:
@@ -158,7 +160,7 @@ class Known(NamedTuple):
 NO_WAIT = getattr(os, "O_NONBLOCK", 0)
 _KINDS = {stat.S_IFIFO: "a pipe", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
 _WORDS = {"e": "ETag", "w": "ETag or date", "t": "modification time"}
-NOTHING = Known()
+NOTHING = ExpectedVersion()
 
 
 def changed(location: str, before: Version, now: Version) -> DatasetError:

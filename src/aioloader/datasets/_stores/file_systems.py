@@ -16,12 +16,12 @@ from datetime import datetime
 from functools import partial
 from typing import Any, TypeVar
 
+from aioloader._base.cancellation import in_thread
 from aioloader._base.extras import imported
 from aioloader._base.forks import fork_safe
-from aioloader._base.outlast import in_thread
 from aioloader.datasets._stores.addresses import Address
 from aioloader.datasets._stores.failures import Piece, Version
-from aioloader.datasets._stores.options import Options
+from aioloader.datasets._stores.options import StoreOptions
 from aioloader.datasets._stores.per_loop import PerLoop
 from aioloader.datasets._stores.redact import (
     Sealed,
@@ -138,7 +138,7 @@ class HubStore(FileSystemStore):
 
     _hint = "; is it private, and HF_TOKEN set?"
 
-    def __init__(self, url: Address, options: Options) -> None:
+    def __init__(self, url: Address, options: StoreOptions) -> None:
         imported("huggingface_hub", "hub", "hf:// needs huggingface_hub")
         if unknown := sorted(set(revealed(options)) - _OPTIONS):
             raise TypeError(

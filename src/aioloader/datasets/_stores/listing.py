@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from aioloader._base.outlast import each, in_thread
+from aioloader._base.cancellation import each, in_thread
 from aioloader.datasets._stores.names import NameTable
 from aioloader.datasets._stores.sources import USUAL, Requests, Store, Tries
 from aioloader.errors import DatasetError, ObjectNotFoundError

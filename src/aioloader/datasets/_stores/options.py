@@ -33,7 +33,7 @@ T = TypeVar("T")
 # for 200 cancelled at once.
 _LET_GO_SECONDS = 1.0
 # Sealed if some are secret.
-Options: TypeAlias = Mapping[str, Any] | Sealed[Mapping[str, Any]]
+StoreOptions: TypeAlias = Mapping[str, Any] | Sealed[Mapping[str, Any]]
 
 _QUICK = {"max_retries": 2}
 _ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
@@ -108,7 +108,7 @@ class Flights:
         return any(future() is not None for future in self._ended)
 
 
-def hidden(options: Mapping[str, Any] | None) -> Options:
+def hidden(options: Mapping[str, Any] | None) -> StoreOptions:
     """Return a copy of options, with secrets hidden."""
     given: Any = {} if options is None else options
     if not isinstance(given, Mapping) or not all(isinstance(n, str) for n in given):
@@ -120,7 +120,7 @@ def hidden(options: Mapping[str, Any] | None) -> Options:
     return Sealed({**given}, f"the store options {secrets}") if secrets else {**given}
 
 
-def check_no_options(path: str, options: Options) -> None:
+def check_no_options(path: str, options: StoreOptions) -> None:
     if names := ", ".join(revealed(options)):
         raise ValueError(f"{path!r} is local, and takes no store_options: {names}")
 

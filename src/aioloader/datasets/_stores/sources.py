@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
-from aioloader._base.outlast import cancel
+from aioloader._base.cancellation import cancel
 from aioloader._base.raising import raisable
 from aioloader._base.retry import RETRIED, backoff
 from aioloader.datasets._checks import check_is

@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, get_args
 from urllib.parse import unquote
 
-from aioloader._base.outlast import in_thread
+from aioloader._base.cancellation import in_thread
 from aioloader.datasets._stores.addresses import Address, is_local, path_of, sealed
 from aioloader.datasets._stores.failures import (
     Piece,
@@ -30,7 +30,7 @@ from aioloader.datasets._stores.failures import (
 )
 from aioloader.datasets._stores.options import (
     Flights,
-    Options,
+    StoreOptions,
     check_no_options,
     import_obstore,
     obstore_errors,
@@ -72,7 +72,7 @@ _OTHERS = "; to read from others, pass a file system of fsspec or a Source as st
 _PAGES = {"html", "htm", "xhtml", "shtml", "php", "asp", "aspx", "jsp", "cgi"}
 
 
-def store_of(store: Any, options: Options) -> Store:
+def store_of(store: Any, options: StoreOptions) -> Store:
     """Return what asks a store: a URL, a path, or an object that the caller owns."""
     spec = sys.modules.get("fsspec.spec")  # imported where there is a file system
     is_system = isinstance(store, getattr(spec, "AbstractFileSystem", ()))
@@ -114,7 +114,7 @@ class ObstoreStore(Store):
     _has_ranges = True
 
     def __init__(
-        self, store: "Address | os.PathLike[str] | ObjectStore", options: Options
+        self, store: "Address | os.PathLike[str] | ObjectStore", options: StoreOptions
     ) -> None:
         obstore = import_obstore()
         self._url: Address = ""
@@ -419,7 +419,7 @@ class WholeObject:
         return Piece(chunk, self._version)
 
 
-def _misplaced(store: Any, options: Options) -> TypeError:
+def _misplaced(store: Any, options: StoreOptions) -> TypeError:
     return TypeError(
         f"{', '.join(revealed(options))}: store_options are for a URL; pass them to "
         f"{type(store).__name__}() where the store is made"

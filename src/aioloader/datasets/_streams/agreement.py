@@ -14,10 +14,10 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
+from aioloader._base.cancellation import in_thread
 from aioloader._base.cpu_threads import CpuThread
-from aioloader._base.outlast import in_thread
 from aioloader._base.rank_store import RankStore, digest, group, key_of
-from aioloader._order.shared_end import Counts, SharedEnd
+from aioloader._order.shared_end import RankCounts, SharedEnd
 from aioloader.errors import DatasetError
 
 
@@ -119,7 +119,7 @@ _GRACE = 10.0  # seconds for the threads to end
 _LEFT = b"left"  # wakes the thread that listens
 
 
-class StoreTalk:
+class EpochEndRounds:
     """Agrees on the end of an epoch, in rounds.
 
     In each round every rank tells how many batches it has, as soon as these are more
@@ -257,7 +257,7 @@ class StoreTalk:
             return str(found["error"])
         is_last = end.total() is not None  # all ranks have heard it
         if not is_last:
-            end.counts = Counts(**found)
+            end.counts = RankCounts(**found)
         left = end.counts.left
         end.is_agreed = is_last or (bool(left) and end.total() is not None)
         if left and not end.is_agreed:
@@ -313,10 +313,10 @@ def _result(found: Sequence[Any]) -> dict[str, Any]:
             for rank, (_, (epoch, batch), _) in enumerate(found)
         )
         return {"error": f"{text}; start or resume all ranks at one moment"}
-    return Counts.of([count for _, _, count in found])._asdict()
+    return RankCounts.of([count for _, _, count in found])._asdict()
 
 
-def _end(found: "weakref.ref[StoreTalk]") -> None:
+def _end(found: "weakref.ref[EpochEndRounds]") -> None:
     """End the threads of a rank; they hold it, so it is alive if they run."""
     if (talk := found()) is not None:
         talk.close()

@@ -15,10 +15,10 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
 
-from aioloader._base.blocks import Bad, Block, join, unreadable
-from aioloader._base.outlast import cancel
+from aioloader._base.blocks import Block, FailedSample, join, unreadable
+from aioloader._base.cancellation import cancel
 from aioloader._base.warnings import warn
-from aioloader._order.ranks import Share
+from aioloader._order.ranks import ReaderShare
 from aioloader._order.stream_states import (
     Description,
     differences,
@@ -51,7 +51,7 @@ class Reading:
     """One reader's iteration over a stream: its part of it, in an epoch."""
 
     epoch: int
-    share: Share
+    share: ReaderShare
     stack: AsyncExitStack  # closes what the iteration needs
     # What all readers here share, by the identity of a source.
     listed: dict[Any, Any] = field(default_factory=dict)
@@ -60,7 +60,7 @@ class Reading:
     reads_whole: ClassVar[bool] = True
 
 
-class Made(NamedTuple):
+class OpenBlock(NamedTuple):
     """A block that was made and not passed on whole."""
 
     before: State
@@ -85,7 +85,7 @@ class Cursor:
     def __init__(self, state: State) -> None:
         # Until the samples passed on before it was saved are dropped again.
         self._loaded = state if state.get("taken") else None
-        self._made: deque[Made] = deque()
+        self._made: deque[OpenBlock] = deque()
         self._passed = 0  # of the first one
         self._block: Block = []
         self._begun: State | None = None  # before the block that is made in advance
@@ -97,7 +97,7 @@ class Cursor:
     async def _make(self, limit: int) -> Block:
         """Return the next samples, about ``limit``; an empty block at the end.
 
-        A sample that failed is a ``Bad``; the stream continues after it.
+        A sample that failed is a ``FailedSample``; the stream continues after it.
         """
         raise NotImplementedError
 
@@ -173,7 +173,7 @@ class Cursor:
         for number in range(min(self.ready // size, most)):
             first = start + number * size
             block = self._block[first : first + size]
-            if isinstance(block, list) and Bad in set(map(type, block)):
+            if isinstance(block, list) and FailedSample in set(map(type, block)):
                 break
             blocks.append(block)
         self.ready -= size * len(blocks)
@@ -213,7 +213,7 @@ class Cursor:
         known, self._known = self._known, None
         if len(block):
             before, what = known or (before, unreadable(block))
-            self._made.append(Made(before, len(block), what))
+            self._made.append(OpenBlock(before, len(block), what))
 
     async def _replay(self, count: int, known: list[int] | None) -> None:
         """Make samples again, and drop them."""

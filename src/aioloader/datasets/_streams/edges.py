@@ -22,10 +22,10 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from aioloader._base.outlast import in_thread
+from aioloader._base.cancellation import in_thread
 from aioloader.datasets._stores.addresses import Address, sibling
 from aioloader.datasets._stores.failures import Version
-from aioloader.datasets._stores.places import Places, read_whole
+from aioloader.datasets._stores.storage import Storage, read_whole
 from aioloader.errors import DatasetError, ObjectNotFoundError, ShardChangedError
 
 _MAGIC, _VERSION = b"aioidx", 1
@@ -41,7 +41,7 @@ Numbers = npt.NDArray[np.unsignedinteger[Any]]
 
 
 # Where a sample is: the number of its shard, its first byte and one past it.
-Place: TypeAlias = tuple[int, int, int]
+SampleRange: TypeAlias = tuple[int, int, int]
 
 
 class Edges:
@@ -73,7 +73,7 @@ class Edges:
     def __len__(self) -> int:
         return self._firsts[-1]
 
-    def find(self, index: int) -> Place:
+    def find(self, index: int) -> SampleRange:
         shard = bisect_right(self._firsts, index) - 1
         at = index + shard
         return shard, self._view[at], self._view[at + 1]
@@ -103,7 +103,7 @@ class Edges:
         return Edges, (self.counts, self.numbers, self.versions)
 
 
-class Growing:
+class EdgesBuilder:
     """The numbers of shards, added one shard after another."""
 
     def __init__(self) -> None:
@@ -136,18 +136,18 @@ def index_name(path: str) -> str:
     return f"{path}.idx"
 
 
-async def read_index(places: Places, address: Address) -> Numbers | None:
+async def read_index(storage: Storage, address: Address) -> Numbers | None:
     """Return the numbers in the index next to a shard; None if there is none."""
     beside = sibling(address, index_name)
     try:
-        data = await read_whole(places.open(beside, 0, _PIECE))
+        data = await read_whole(storage.open(beside, 0, _PIECE))
     except ObjectNotFoundError:
         return None
     numbers = np.frombuffer(data[: len(data) & ~7], "<u8")
     if data.startswith(_DALI):
-        raise not_its_index(places, address, "it is one of NVIDIA DALI, in text")
+        raise not_its_index(storage, address, "it is one of NVIDIA DALI, in text")
     if len(data) % 8 or not _is_rising(numbers):
-        raise not_its_index(places, address, "it is damaged, or of another format")
+        raise not_its_index(storage, address, "it is damaged, or of another format")
     return numbers
 
 
@@ -185,10 +185,10 @@ def _changed(location: str, what: str) -> ShardChangedError:
     )
 
 
-def not_its_index(places: Places, address: Address, why: str) -> DatasetError:
-    location = places.label(sibling(address, index_name))
+def not_its_index(storage: Storage, address: Address, why: str) -> DatasetError:
+    location = storage.label(sibling(address, index_name))
     return DatasetError(
-        f"{location!r} is not the index of {places.label(address)!r}: {why}; write it "
+        f"{location!r} is not the index of {storage.label(address)!r}: {why}; write it "
         "again by `aioloader index`",
         location=location,
     )
@@ -201,7 +201,7 @@ def index_bytes(numbers: "Sequence[int] | Numbers") -> bytes:
 # -- a pack ------------------------------------------------------------------------
 
 
-class Pack(NamedTuple):
+class IndexPack(NamedTuple):
     """The index of many shards: their names, and their edges with versions."""
 
     names: list[str]
@@ -229,7 +229,7 @@ class Pack(NamedTuple):
         return b"".join([_HEAD.pack(_MAGIC, _VERSION, len(text)), text, numbers])
 
 
-async def read_pack(places: Places, address: Address) -> Pack:
+async def read_pack(storage: Storage, address: Address) -> IndexPack:
     """Open a pack: a local one is mapped, any other is read into memory.
 
     Raises:
@@ -237,14 +237,14 @@ async def read_pack(places: Places, address: Address) -> Pack:
         ValueError: If it is something else.
         DatasetError: If it is damaged, or cannot be read.
     """
-    location, path, data = places.label(address), places.path(address), b""
+    location, path, data = storage.label(address), storage.path(address), b""
     if path is not None:
-        size = (version := await places.version(address)).size
-        head, _ = await places.part(address, 0, min(_HEAD.size, size), version)
+        size = (version := await storage.version(address)).size
+        head, _ = await storage.part(address, 0, min(_HEAD.size, size), version)
         at = min(_header_end(head, location), size)
-        text, _ = await places.part(address, _HEAD.size, at, version)
+        text, _ = await storage.part(address, _HEAD.size, at, version)
     else:
-        data = await read_whole(places.open(address, 0, 4 * _PIECE))
+        data = await read_whole(storage.open(address, 0, 4 * _PIECE))
         at = _header_end(data[: _HEAD.size], location)
         text = data[_HEAD.size : at]
     try:
@@ -258,11 +258,11 @@ async def read_pack(places: Places, address: Address) -> Pack:
         raise _no_pack(location, repr(error)) from error
     if path is not None:
         args = path, at, width, counts, versions
-        return Pack(names, await in_thread(map_edges, *args), of)
+        return IndexPack(names, await in_thread(map_edges, *args), of)
     if len(data) != at + width * length:
         raise _no_pack(location, f"it has {len(data):,} bytes")
     numbers = np.frombuffer(data, f"<u{width}", offset=at).astype(f"u{width}")
-    return Pack(names, Edges(counts, numbers, versions), of)
+    return IndexPack(names, Edges(counts, numbers, versions), of)
 
 
 def map_edges(

@@ -1,13 +1,13 @@
 """Byte formats: a generator makes samples of the bytes of a shard.
 
-It starts where a sample starts, and goes forward. There are two kinds:
+The generator starts where a sample starts, and reads forward. There are two kinds:
 
-- A user's gets a blocking binary ``file`` and yields samples. Whenever it yields, it
-  leaves the file where the next sample starts: that is all it has to say about
-  resuming. It runs in a separate thread, which may wait, and is closed in that thread.
-- One of aioloader's (``Steps``) gets a ``Feed`` and yields blocks of samples, each with
-  the offset after it, or None where it needs another piece of the bytes. It never
-  waits, so it runs wherever the bytes are: in a thread of the loop, or on the loop.
+- A user's generator gets a blocking binary ``file`` and yields samples. At each yield
+  the file is where the next sample starts: resuming needs nothing else. It runs in a
+  separate thread, which may block, and is closed in that thread.
+- A built-in generator (``Steps``) gets a ``ByteFeed`` and yields blocks of samples with
+  the offset after each, or None where it needs another piece of the bytes. It never
+  waits, so it runs where the bytes are: in a thread of the loop, or on the loop.
 
 The reader unpacks, and limits blocks in number, bytes and time.
 """
@@ -35,21 +35,26 @@ from typing import Any, NamedTuple, TypeAlias
 
 from typing_extensions import Buffer
 
-from aioloader._base.blocks import Bad
+from aioloader._base.blocks import FailedSample
+from aioloader._base.cancellation import each, in_thread
 from aioloader._base.failures import noted
-from aioloader._base.outlast import each, in_thread
 from aioloader.datasets._stores.addresses import Address
 from aioloader.datasets._stores.bytes import FileBytes
-from aioloader.datasets._stores.failures import NOTHING, Known, NoRangesError, Version
-from aioloader.datasets._stores.places import Places, read_whole
+from aioloader.datasets._stores.failures import (
+    NOTHING,
+    ExpectedVersion,
+    NoRangesError,
+    Version,
+)
+from aioloader.datasets._stores.storage import Storage, read_whole
 from aioloader.datasets._stores.unpack import unpacker_of
 from aioloader.datasets._streams.cursors import name_of
 from aioloader.datasets._streams.edges import Numbers, read_index
 from aioloader.datasets._streams.shards import (
-    Made,
-    Position,
-    Reader,
+    BlockReader,
+    PositionedBlocks,
     ShardFormat,
+    ShardPosition,
     ShardReader,
     Summary,
     summary_of,
@@ -75,7 +80,7 @@ _NOTHING = memoryview(b"")
 _END: Any = ()
 
 
-class Part(NamedTuple):
+class ShardPart(NamedTuple):
     """A part of a shard: the bytes from ``start`` to ``stop`` of a version of it."""
 
     address: Address
@@ -86,40 +91,40 @@ class Part(NamedTuple):
 
 # Finds where all but the first of ``count`` even parts of a shard start, in order, by
 # its address, size and ``count``; or returns why it cannot be cut, and what to do.
-Cuts: TypeAlias = Callable[[Places, Address, int, int], Awaitable[Sequence[int] | str]]
+Cuts: TypeAlias = Callable[[Storage, Address, int, int], Awaitable[Sequence[int] | str]]
 
 
 async def cut_shards(
-    places: Places, shards: Sequence[Address], count: int, cuts: Cuts
-) -> list[Part]:
+    storage: Storage, shards: Sequence[Address], count: int, cuts: Cuts
+) -> list[ShardPart]:
     """Return ``count`` parts of all shards, in order; shards stay whole if possible.
 
     They depend only on the shards' sizes, so each rank finds the same. A ValueError if
     not enough parts can be cut.
     """
-    versions = await each(partial(_version, places), shards)
+    versions = await each(partial(_version, storage), shards)
     numbers = shares([version.size for version in versions], count)
     reasons = [""] * len(shards)
 
-    async def cut(at: int) -> list[Part]:
+    async def cut(at: int) -> list[ShardPart]:
         shard, version, inner = shards[at], versions[at], list[int]()
-        if unpacker_of(places.label(shard)):
+        if unpacker_of(storage.label(shard)):
             reasons[at] = "is compressed: unpack or split it"
         elif numbers[at] > 1:
-            found = await cuts(places, shard, version.size, numbers[at])
+            found = await cuts(storage, shard, version.size, numbers[at])
             if isinstance(found, str):
                 reasons[at] = found
             else:
                 inner = [*found]
         return [
-            Part(shard, *edges, version)
+            ShardPart(shard, *edges, version)
             for edges in pairwise([0, *inner, version.size])
         ]
 
     parts = [*chain.from_iterable(await each(cut, range(len(shards))))]
     if len(parts) < count:
         why = "; ".join(
-            f"{places.label(shard)!r} {reason}"
+            f"{storage.label(shard)!r} {reason}"
             for shard, reason in zip(shards, reasons, strict=True)
             if reason
         )
@@ -132,18 +137,18 @@ async def cut_shards(
     return parts
 
 
-async def _version(places: Places, shard: Address) -> Version:
+async def _version(storage: Storage, shard: Address) -> Version:
     try:
-        return await places.version(shard)
+        return await storage.version(shard)
     except NoRangesError:
-        label = places.label(shard)
+        label = storage.label(shard)
         raise ValueError(
             f"{label!r} cannot be cut for more readers: its server gives no ranges; "
             "use fewer readers, or more shards"
         ) from None
 
 
-def checksum_of(parts: Sequence[Part]) -> str:
+def checksum_of(parts: Sequence[ShardPart]) -> str:
     text = ";".join(f"{part.start}-{part.stop}" for part in parts)
     return f"{zlib.crc32(text.encode()):08x}"
 
@@ -161,23 +166,23 @@ def shares(sizes: Sequence[int], count: int) -> list[int]:
 
 
 async def at_line_ends(
-    places: Places, address: Address, size: int, count: int
+    storage: Storage, address: Address, size: int, count: int
 ) -> Sequence[int]:
     """Return starts of lines, as ``Cuts`` does, after even shares of the bytes."""
     after = [size * number // count for number in range(1, count)]
-    starts = await each(lambda at: _line_after(places, address, at, size), after)
+    starts = await each(lambda at: _line_after(storage, address, at, size), after)
     found = sorted({start for start in starts if 0 < start < size})
     if len(found) < count - 1 and size <= _SMALL:  # few lines, of uneven lengths
-        data = await read_whole(places.open(address, 0, _LOOK, stop=size))
+        data = await read_whole(storage.open(address, 0, _LOOK, stop=size))
         ends = [0, *(one.end() for one in re.finditer(rb"\n", data))]
         return nearest([end for end in ends if end < size], size, count)
     return found
 
 
-async def _line_after(places: Places, address: Address, at: int, size: int) -> int:
+async def _line_after(storage: Storage, address: Address, at: int, size: int) -> int:
     """Return where the first line starts that starts at ``at`` or later."""
     at = max(0, at - 1)
-    source = places.open(address, at, _LOOK, stop=size)
+    source = storage.open(address, at, _LOOK, stop=size)
     try:
         while data := bytes(await source.read()):
             end = data.find(b"\n")
@@ -203,7 +208,7 @@ def nearest(starts: Sequence[int], size: int, count: int) -> Sequence[int]:
     return found
 
 
-class Feed(io.RawIOBase):
+class ByteFeed(io.RawIOBase):
     """The bytes of a shard, piece by piece, forward only.
 
     ``Steps`` use ``take`` and ``skip``, or the ``view``; for a user's generator, which
@@ -325,10 +330,10 @@ class ShardFile(io.BufferedReader):
 Steps: TypeAlias = Generator[tuple[list[Any], Any] | None, None, None]
 
 
-class Kind(NamedTuple):
+class ByteFormatSpec(NamedTuple):
     """How the shards of one format become samples."""
 
-    steps: Callable[[Feed], Steps]  # makes the generator
+    steps: Callable[[ByteFeed], Steps]  # makes the generator
     is_quick: bool = False  # whether a small piece needs less time than a thread costs
     waits: bool = False  # whether the generator takes the pieces itself, and waits
     piece: int = 1 << 17  # bytes of a file read at once without a thread
@@ -338,18 +343,18 @@ class Kind(NamedTuple):
 
 
 # What a user has for a format: a generator function of a file.
-Make: TypeAlias = Kind | Callable[[ShardFile], Iterable[Any]]
+SpecOrGenerator: TypeAlias = ByteFormatSpec | Callable[[ShardFile], Iterable[Any]]
 
 
-def kind_of(make: Make) -> Kind:
-    if isinstance(make, Kind):
+def spec_of(make: SpecOrGenerator) -> ByteFormatSpec:
+    if isinstance(make, ByteFormatSpec):
         return make
     is_async = generator_of(make) == "async generator" or is_async_function(make)
     if not callable(make) or is_async or not _takes_file(make):
         raise TypeError(
             f"make must be a plain generator function of a file, got {make!r}"
         )
-    return Kind(functools.partial(_generated, make), waits=True)
+    return ByteFormatSpec(functools.partial(_generated, make), waits=True)
 
 
 def _takes_file(make: Callable[..., Any]) -> bool:
@@ -363,7 +368,7 @@ def _takes_file(make: Callable[..., Any]) -> bool:
     return True
 
 
-def _generated(generate: Callable[[ShardFile], Iterable[Any]], feed: Feed) -> Steps:
+def _generated(generate: Callable[[ShardFile], Iterable[Any]], feed: ByteFeed) -> Steps:
     """Run a user's generator over a blocking file, in blocks."""
     file = ShardFile(feed, _BUFFER)
     samples: Any = generate(file)
@@ -393,7 +398,7 @@ def _generated(generate: Callable[[ShardFile], Iterable[Any]], feed: Feed) -> St
         raise noted(failure, f"in {feed.url!r}, read up to byte {file.tell():,}")
 
 
-def sample_of(kind: Kind, url: str, start: int, data: memoryview) -> Any:
+def sample_of(kind: ByteFormatSpec, url: str, start: int, data: memoryview) -> Any:
     """Return the sample of exactly these bytes of a shard, as a stream gives it.
 
     Raises:
@@ -402,11 +407,11 @@ def sample_of(kind: Kind, url: str, start: int, data: memoryview) -> Any:
     """
     if kind.quick is not None:
         sample = kind.quick(url, start, data)
-        if type(sample) is Bad:
+        if type(sample) is FailedSample:
             raise sample.error
         if sample is not NotImplemented:
             return sample
-    feed, pieces = Feed(url, start, is_part=True), iter((data, b""))
+    feed, pieces = ByteFeed(url, start, is_part=True), iter((data, b""))
     feed.wait = lambda: next(pieces, b"")
     samples: list[Any] = []
     for step in kind.steps(feed):
@@ -423,12 +428,14 @@ def sample_of(kind: Kind, url: str, start: int, data: memoryview) -> Any:
             location=url,
         )
     (sample,) = samples
-    if type(sample) is Bad:
+    if type(sample) is FailedSample:
         raise sample.error
     return sample
 
 
-def scanned(kind: Kind, url: str, read: Callable[[], Buffer]) -> "array.array[int]":
+def scanned(
+    kind: ByteFormatSpec, url: str, read: Callable[[], Buffer]
+) -> "array.array[int]":
     """Return the numbers of a shard that is read to its end, in a thread.
 
     A sample that fails alone has its place. ``read`` returns the next piece.
@@ -436,7 +443,7 @@ def scanned(kind: Kind, url: str, read: Callable[[], Buffer]) -> "array.array[in
     Raises:
         DatasetError: If the shard is damaged, so that samples after it are lost.
     """
-    feed = Feed(url, 0)
+    feed = ByteFeed(url, 0)
     feed.wait = read
     numbers = array.array("Q", [0])
     for step in kind.steps(feed):
@@ -445,7 +452,7 @@ def scanned(kind: Kind, url: str, read: Callable[[], Buffer]) -> "array.array[in
             continue
         samples, after = step
         for sample in samples:  # one at most, because the feed wants one
-            if type(sample) is Bad and sample.ends:
+            if type(sample) is FailedSample and sample.ends:
                 raise sample.error
             numbers.append(after)
         if len(numbers) > 1:  # perhaps empty lines, or members of no sample, follow
@@ -453,7 +460,7 @@ def scanned(kind: Kind, url: str, read: Callable[[], Buffer]) -> "array.array[in
     return numbers
 
 
-class ByteReader(Reader):
+class ByteReader(BlockReader):
     """Samples of one shard of bytes, in order; of a part, if it is not compressed.
 
     They are made in threads, a block at a time; by a quick generator without a thread,
@@ -464,18 +471,25 @@ class ByteReader(Reader):
     """
 
     def __init__(
-        self, places: Places, part: Part, kind: Kind, position: Position, budget: int
+        self,
+        storage: Storage,
+        part: ShardPart,
+        kind: ByteFormatSpec,
+        position: ShardPosition,
+        budget: int,
     ) -> None:
         address, start, stop, version = part
-        start, location = position.get("byte", start), places.label(address)
+        start, location = position.get("byte", start), storage.label(address)
         if unpacker := unpacker_of(location):
             start, stop = 0, None
         super().__init__(location, start, position.get("sample", 0))
-        known = Known.of(position, version) if position or version else NOTHING
-        self._source = source = places.open(address, start, budget, known, stop)
+        known = (
+            ExpectedVersion.of(position, version) if position or version else NOTHING
+        )
+        self._source = source = storage.open(address, start, budget, known, stop)
         is_part = bool(stop and version and stop < version.size)
-        self._kind, self._feed = kind, Feed(location, start, is_part=is_part)
-        self._unpacking = unpacker and unpacker(location, places.unpack_bytes)
+        self._kind, self._feed = kind, ByteFeed(location, start, is_part=is_part)
+        self._unpacking = unpacker and unpacker(location, storage.unpack_bytes)
         self._is_quick = kind.is_quick and unpacker is None
         self._steps = self.generator = kind.steps(self._feed)
         self._next: Any = start  # the mark before the next block
@@ -488,7 +502,7 @@ class ByteReader(Reader):
     def begin(self) -> None:
         self._source.begin()
 
-    def position(self) -> Position:
+    def position(self) -> ShardPosition:
         count = self.taken if self._unpacking is None else self.passed
         return {"byte": self.mark, "sample": count + self.skip}
 
@@ -502,7 +516,7 @@ class ByteReader(Reader):
     def is_draining(self) -> bool:
         return self._source.is_draining()
 
-    async def make_here(self) -> Made | None:
+    async def make_here(self) -> PositionedBlocks | None:
         """Make a block of bytes that are here, or in the page cache.
 
         None if a thread must do it: from the first time on that samples are large, or
@@ -520,7 +534,7 @@ class ByteReader(Reader):
         self._is_quick = self._is_hungry or bool(made)
         return made if made or self.is_over else None
 
-    async def make(self) -> Made:
+    async def make(self) -> PositionedBlocks:
         """Make a block in a thread; or only get a piece, of which one is made here."""
         source = self._source
         if self._kind.waits:
@@ -628,45 +642,51 @@ class ByteFormat(ShardFormat):
     """Shards at ``addresses``, which are patterns; ``cuts``: where they can be cut."""
 
     def __init__(
-        self, addresses: Any, places: Places, make: Make, cuts: Cuts | None = None
+        self,
+        addresses: Any,
+        storage: Storage,
+        make: SpecOrGenerator,
+        cuts: Cuts | None = None,
     ) -> None:
         self._addresses = addresses
-        self.places: Places = places
-        self._kind = kind_of(make)
+        self.storage: Storage = storage
+        self._kind = spec_of(make)
         self._cuts = cuts
 
     async def shards(
         self, stack: AsyncExitStack, _known: Summary | None = None
     ) -> list[Any]:
-        stack.push_async_callback(self.places.aclose)
-        return await self.places.expand(self._addresses)
+        stack.push_async_callback(self.storage.aclose)
+        return await self.storage.expand(self._addresses)
 
     async def cut(self, shards: Sequence[Any], count: int) -> Sequence[Any]:
         if self._cuts is None:
             return shards
-        return await cut_shards(self.places, shards, count, self._cuts)
+        return await cut_shards(self.storage, shards, count, self._cuts)
 
     async def sizes(self, shards: Sequence[Any], *, must: bool) -> Sequence[int] | None:
-        if isinstance(shards[0], Part):
+        if isinstance(shards[0], ShardPart):
             return [part.stop - part.start for part in shards]
-        return await self.places.sizes(shards, must=must)
+        return await self.storage.sizes(shards, must=must)
 
     def summary(self, shards: Sequence[Any]) -> Summary:
-        if not isinstance(shards[0], Part):
+        if not isinstance(shards[0], ShardPart):
             return summary_of(shards)
         names = summary_of(part.address for part in shards)
         return {**names, "cuts": checksum_of(shards)}
 
-    def open(self, shard: Any, position: Position, budget: int) -> ShardReader:
-        part = shard if isinstance(shard, Part) else Part(shard, 0, None, None)
-        return ByteReader(self.places, part, self._kind, position, budget)
+    def open(self, shard: Any, position: ShardPosition, budget: int) -> ShardReader:
+        part = (
+            shard if isinstance(shard, ShardPart) else ShardPart(shard, 0, None, None)
+        )
+        return ByteReader(self.storage, part, self._kind, position, budget)
 
     def address(self, shard: Any) -> Address:
         """Return the address of a whole shard."""
         address: Address = shard
         return address
 
-    def kind(self, shard: Any) -> Kind:  # noqa: ARG002  (here they are all alike)
+    def kind(self, shard: Any) -> ByteFormatSpec:  # noqa: ARG002  (here they are all alike)
         """Return how a shard becomes samples."""
         return self._kind
 
@@ -675,4 +695,4 @@ class ByteFormat(ShardFormat):
 
         None if it has none.
         """
-        return await read_index(self.places, shard)
+        return await read_index(self.storage, shard)

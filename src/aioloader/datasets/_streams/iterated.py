@@ -13,17 +13,17 @@ from typing import Any, ClassVar, Generic, Self, TypeVar
 
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
-from aioloader._base.blocks import Bad, Block, spread
-from aioloader._base.outlast import cancel
+from aioloader._base.blocks import Block, FailedSample, spread
+from aioloader._base.cancellation import cancel
 from aioloader._base.rank_store import RankStore
 from aioloader._base.warnings import warn
 from aioloader._order.epoch import UNDER_WAY, under_way
-from aioloader._order.ranks import Deal, Share, Tail
+from aioloader._order.ranks import ReaderAssignment, ReaderShare, Tail
 from aioloader._order.stream_states import opened, part_of, sealed, state_of
 from aioloader.datasets._checks import check_at_least
-from aioloader.datasets._streams.agreement import Agreement, StoreTalk
+from aioloader.datasets._streams.agreement import Agreement, EpochEndRounds
 from aioloader.datasets._streams.cursors import Ahead, Cursor, Reading, State, fitted
-from aioloader.datasets._streams.readers import Alone, Reader, Readers
+from aioloader.datasets._streams.readers import OneReader, Reader, ReadersInTurn
 from aioloader.errors import ShardChangedError
 from aioloader.protocols import BlockIterator, Outline, OwnStream
 
@@ -75,7 +75,7 @@ class Iterated(Dataset[Sample_co], OwnStream):
         number, workers = (worker.id, worker.num_workers) if worker else (0, 1)
         ranks = world_size * workers
         readers = self.num_readers or ranks if state is None else state["readers"]
-        deal = Deal(rank * workers + number, ranks, readers)
+        deal = ReaderAssignment(rank * workers + number, ranks, readers)
         if (cost := deal.cost()) is not None:
             warn(cost)
         agrees = world_size > 1 or self.has_peers
@@ -225,14 +225,14 @@ class Iterated(Dataset[Sample_co], OwnStream):
             end_talk=self._end_talk,
         )
 
-    def _end_talk(self, tail: Tail, at: tuple[int, int]) -> StoreTalk | None:
+    def _end_talk(self, tail: Tail, at: tuple[int, int]) -> EpochEndRounds | None:
         store, (rank, ranks) = self.rank_store.found(), self.ranks or (0, 1)
         if store is None:
             return None
         what = [self.describe(), self.places(), tail]
-        return StoreTalk(store, rank, ranks, what=what, at=at, name=repr(self))
+        return EpochEndRounds(store, rank, ranks, what=what, at=at, name=repr(self))
 
-    def carried(self, state: State, passed: int, share: Share) -> State | None:  # noqa: ARG002
+    def carried(self, state: State, passed: int, share: ReaderShare) -> State | None:  # noqa: ARG002
         """Return where a cursor begins the epoch after one that stopped at ``state``.
 
         So many samples were ``passed`` on after it. None: at the beginning.
@@ -246,7 +246,7 @@ class Iterated(Dataset[Sample_co], OwnStream):
         least = (self.total() or 0) if state.get("ended") else 0
         position = max(state["position"], least)
         for name, one in state["streams"].items():
-            share = Share(int(name), readers, ranks=ranks)
+            share = ReaderShare(int(name), readers, ranks=ranks)
             passed = -(-(position - int(name)) // readers) - one["taken"]
             passed = 0 if one.get("ended") else max(0, passed)
             begins = self.carried(one["state"], passed, share)
@@ -307,7 +307,7 @@ class StreamIterator(BlockIterator, Generic[Sample_co]):
         self,
         stream: Iterated[Sample_co],
         epoch: int,
-        deal: Deal,
+        deal: ReaderAssignment,
         state: State | None = None,
         agreement: Agreement | None = None,
     ) -> None:
@@ -338,7 +338,7 @@ class StreamIterator(BlockIterator, Generic[Sample_co]):
         self._agreement = agreement
         self._stack = AsyncExitStack()
         self._cursors: list[Cursor] = []
-        self._readers: Alone | Readers | None = None
+        self._readers: OneReader | ReadersInTurn | None = None
         # The position before samples that ``take`` returned, and how many these are.
         self._mark: State | None = None
         # Their number from each source is counted in the state itself.
@@ -359,7 +359,7 @@ class StreamIterator(BlockIterator, Generic[Sample_co]):
         if block is None:
             block = await self._next()
         sample = block[0]
-        if type(sample) is Bad:
+        if type(sample) is FailedSample:
             raise sample.error
         result: Sample_co = sample
         return result
@@ -385,7 +385,7 @@ class StreamIterator(BlockIterator, Generic[Sample_co]):
     def take(self, size: int, most: int) -> list[tuple[Block, State]]:
         readers = self._readers
         is_over = self.leaves_out or self._is_closed or self._refusal is not None
-        if is_over or not isinstance(readers, Alone) or not readers.has_more(size):
+        if is_over or not isinstance(readers, OneReader) or not readers.has_more(size):
             return []
         mark, before = self._mark or self._now(), self._since
         blocks = readers.take(size, 1 if self._is_mixed else most)
@@ -406,7 +406,7 @@ class StreamIterator(BlockIterator, Generic[Sample_co]):
         Up to so many ``more`` are read with them, if they come quickly.
 
         If it ``fills``, there are 1 to ``limit``, and an empty block is the end.
-        Otherwise there may be fewer, or none. A failed sample is a ``Bad`` in a list,
+        Otherwise there may be fewer. A ``FailedSample`` in a list is a failure,
         and the stream continues after it. Once cancelled, it can only be closed.
 
         Raises:
@@ -438,7 +438,7 @@ class StreamIterator(BlockIterator, Generic[Sample_co]):
             return []
         return spread(block) if self.leaves_out else block
 
-    async def _open(self) -> Alone | Readers:
+    async def _open(self) -> OneReader | ReadersInTurn:
         """Open the readers at their positions in the state."""
         deal, listed, found = self._deal, dict[Any, Any](), list[Reader]()
         for number, wanted in zip(deal.hosted(), deal.wanted(self.at), strict=True):
@@ -454,9 +454,9 @@ class StreamIterator(BlockIterator, Generic[Sample_co]):
                 if self.fills:
                     ahead = _AHEAD if self._stream.ahead() is Ahead.FREE else 1
                     how: Any = {"ahead": ahead, "leaves_out": self.leaves_out}
-                    return Alone(cursor, known, first, self.at, **how)
+                    return OneReader(cursor, known, first, self.at, **how)
             found.append(Reader(cursor, known, first, deal.stride))
-        return Readers(deal, found, self.at, self._shift)
+        return ReadersInTurn(deal, found, self.at, self._shift)
 
     def state_dict(self) -> State:
         """Return the position after the last sample returned, ready for JSON.

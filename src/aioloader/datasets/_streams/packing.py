@@ -15,8 +15,8 @@ from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
-from aioloader._base.blocks import Bad, Block, Columns, join, read_block
-from aioloader._base.outlast import in_thread
+from aioloader._base.blocks import Block, Columns, FailedSample, join, read_block
+from aioloader._base.cancellation import in_thread
 from aioloader._order.permutation import paced, pause
 from aioloader.datasets._streams.cursors import Cursor, Reading, State, check_again
 from aioloader.datasets._streams.steps import Step, Windowed, failed_in
@@ -37,7 +37,7 @@ _COPIED = 1 << 17
 # samples, if they are short.
 _TOKENS, _ROWS = 1 << 15, 512
 # Samples whose items are in memory: plain ones, and blocks.
-_PLAIN = Bad, list, tuple
+_PLAIN = FailedSample, list, tuple
 _WHOLE = *_PLAIN, Columns
 
 
@@ -127,7 +127,7 @@ def _array(values: Any, kinds: str, what: str) -> Array:
     )
 
 
-class Row(NamedTuple):
+class PlannedRow(NamedTuple):
     """One sample that is not made yet."""
 
     pieces: list[Document]  # its documents; what they lack is padding
@@ -135,7 +135,7 @@ class Row(NamedTuple):
 
 
 def laid_out(
-    rows: Sequence[Row], length: int, pad: int, *, shift: bool
+    rows: Sequence[PlannedRow], length: int, pad: int, *, shift: bool
 ) -> list[dict[str, Array]]:
     """Return the samples of rows, views of arrays that they share."""
     pieces, padded = list[Document](), list[tuple[int, int]]()
@@ -164,7 +164,7 @@ def laid_out(
     ]
 
 
-class Passed(NamedTuple):
+class DeliveredProgress(NamedTuple):
     """What need not be read again once a row or a failure was passed on."""
 
     documents: int  # how many, of those that were needed until then
@@ -172,7 +172,9 @@ class Passed(NamedTuple):
     failed: int | None = None  # position of a failed one among those that are
 
 
-def fitted(documents: Iterable[Document], length: int, overlong: Overlong) -> list[Row]:
+def fitted(
+    documents: Iterable[Document], length: int, overlong: Overlong
+) -> list[PlannedRow]:
     """Pack documents into rows by best fit, the longest first.
 
     Source: best fit decreasing (Johnson, "Near-Optimal Bin Packing Algorithms", 1973),
@@ -180,7 +182,7 @@ def fitted(documents: Iterable[Document], length: int, overlong: Overlong) -> li
     """
     pieces = [*chain.from_iterable(_cut(one, length, overlong) for one in documents)]
     sizes = [len(row.pieces[0].tokens) for row in pieces]
-    rows: list[Row] = []
+    rows: list[PlannedRow] = []
     for places in best_fit(sizes, length):
         row = pieces[places[0]]
         for place in places[1:]:
@@ -189,17 +191,17 @@ def fitted(documents: Iterable[Document], length: int, overlong: Overlong) -> li
     return rows
 
 
-def _cut(document: Document, length: int, overlong: Overlong) -> Iterable[Row]:
+def _cut(document: Document, length: int, overlong: Overlong) -> Iterable[PlannedRow]:
     """Return rows of one piece each."""
     size = len(document.tokens)
     if size <= length:
-        return [Row([document])] if size else []
+        return [PlannedRow([document])] if size else []
     if overlong == "drop":
         return []
     if overlong == "truncate":
-        return [Row([document.part(0, length)])]
+        return [PlannedRow([document.part(0, length)])]
     return [
-        Row(
+        PlannedRow(
             [document.part(at, at + length)],
             document.label(at + length) if at + length < size else IGNORED,
         )
@@ -270,11 +272,11 @@ class Packed(Step):
         return await in_thread(self._made_of, block, is_quick=is_quick)
 
     def _made_of(self, block: list[Any]) -> list[Any]:
-        rows = [one for one in block if type(one) is not Bad]
+        rows = [one for one in block if type(one) is not FailedSample]
         if not rows:
             return block
         samples = iter(laid_out(rows, self.length, self.pad, shift=self.shift))
-        return [one if type(one) is Bad else next(samples) for one in block]
+        return [one if type(one) is FailedSample else next(samples) for one in block]
 
     def pass_on(self, count: int) -> None:
         self.upstream.pass_on(count)
@@ -302,13 +304,13 @@ class Concatenated(Step):
 
     def __init__(self, *args: Any, **parameters: Any) -> None:
         super().__init__(*args, **parameters)
-        self._waiting: deque[Document | Bad] = deque()
+        self._waiting: deque[Document | FailedSample] = deque()
         self._at: int = self.own["offset"]  # in the first waiting one
         # The open row, and the documents since its start that are no longer waiting.
         self._pieces: list[Document] = []
         self._room, self._held = self.length, 0
         # Of each row and failure that was not passed on, and whether it was lost.
-        self._marks: deque[tuple[Passed, bool]] = deque()
+        self._marks: deque[tuple[DeliveredProgress, bool]] = deque()
         self._read = self._tokens = 0
         # Of documents known from before a load: those that failed, and how many.
         self._failed, self._lost = self.own["failed"], self.own["lost"]
@@ -324,7 +326,7 @@ class Concatenated(Step):
             if not (upstream.ready or await upstream.fill(ask)):
                 self._check([])
                 if self.last == "pad" and self._pieces:
-                    made = [(Row(self._pieces), self._begin(0))]
+                    made = [(PlannedRow(self._pieces), self._begin(0))]
                 break
             block = upstream.take(ask)
             self._check(block)
@@ -335,19 +337,21 @@ class Concatenated(Step):
                 len(one.tokens) for one in documents if isinstance(one, Document)
             )
         for one, passed in made:
-            is_lost = type(one) is Bad and not one.is_users
+            is_lost = type(one) is FailedSample and not one.is_users
             self._marks.append((passed, is_lost))
         return [one for one, _ in made]
 
-    def _cut(self, limit: int) -> list[tuple[Row | Bad, Passed]]:
+    def _cut(
+        self, limit: int
+    ) -> list[tuple[PlannedRow | FailedSample, DeliveredProgress]]:
         """Return up to ``limit`` rows, and failures where the documents would be."""
-        made: list[tuple[Row | Bad, Passed]] = []
+        made: list[tuple[PlannedRow | FailedSample, DeliveredProgress]] = []
         while self._waiting and len(made) < limit:
             document = self._waiting[0]
-            if type(document) is Bad:
+            if type(document) is FailedSample:
                 place = self._held
                 self._next()
-                passed = Passed(0, failed=place) if place else self._begin(0)
+                passed = DeliveredProgress(0, failed=place) if place else self._begin(0)
                 made.append((document, passed))
                 continue
             assert isinstance(document, Document)
@@ -361,7 +365,7 @@ class Concatenated(Step):
                 continue
             self._pieces.append(document.part(start, stop))
             following = document.label(stop) if stop < size else IGNORED
-            row = Row(self._pieces, following)
+            row = PlannedRow(self._pieces, following)
             if stop < size:
                 self._at = stop
             else:
@@ -374,9 +378,9 @@ class Concatenated(Step):
         self._held += 1
         self._at = 0
 
-    def _begin(self, offset: int) -> Passed:
+    def _begin(self, offset: int) -> DeliveredProgress:
         """Begin a row; all documents before it may be forgotten."""
-        passed = Passed(self._held, offset)
+        passed = DeliveredProgress(self._held, offset)
         self._pieces, self._room, self._held = [], self.length, 0
         return passed
 
@@ -392,7 +396,7 @@ class Concatenated(Step):
         if self._read < self._before:
             check_again(block, self._read, self._before, self._lost)
 
-    async def _documents(self, block: Block) -> list[Document | Bad]:
+    async def _documents(self, block: Block) -> list[Document | FailedSample]:
         args = block, self.bos, self.eos
         documents = await in_thread(documents_of, *args, is_quick=_is_quick(block))
         if self._read < self._before:
@@ -402,7 +406,7 @@ class Concatenated(Step):
                     documents[place - self._read] = NOTHING
         return documents
 
-    def _check_first(self, documents: list[Document | Bad]) -> None:
+    def _check_first(self, documents: list[Document | FailedSample]) -> None:
         """Check that the first document after a load has the tokens used before."""
         first, offset = documents[0], self.own["offset"]
         if self._read or not isinstance(first, Document):
@@ -437,9 +441,12 @@ class Concatenated(Step):
 
 def _is_quick(block: Block) -> bool:
     """Tell whether samples are documents in a fraction of a millisecond."""
-    if not isinstance(block, list) or not {*map(type, block)} <= {np.ndarray, Bad}:
+    if not isinstance(block, list) or not {*map(type, block)} <= {
+        np.ndarray,
+        FailedSample,
+    }:
         return False
-    tokens: int = sum(one.size for one in block if type(one) is not Bad)
+    tokens: int = sum(one.size for one in block if type(one) is not FailedSample)
     return tokens <= _COPIED
 
 
@@ -456,25 +463,25 @@ class BestFit(Windowed):
         return await in_thread(self._packed, chain.from_iterable(parts))
 
     def _packed(self, samples: Iterator[Any]) -> list[Any]:
-        documents: list[Document | Bad] = []
+        documents: list[Document | FailedSample] = []
         while some := [*islice(samples, _DOCUMENTS)]:
             documents += documents_of(some, self.bos, self.eos)
             pause()
         good = [one for one in documents if isinstance(one, Document)]
         rows = fitted(good, self.length, self.overlong)
         order = chain.from_iterable(paced(self._order(len(rows))))
-        bad = [one for one in documents if type(one) is Bad]
+        bad = [one for one in documents if type(one) is FailedSample]
         return [*bad, *(rows[place] for place in order)]
 
 
 def documents_of(
     samples: Iterable[Any], bos: int | None, eos: int | None
-) -> list[Document | Bad]:
+) -> list[Document | FailedSample]:
     """Return samples as documents with ``bos`` and ``eos``, or as what failed."""
     is_framed = bos is not None or eos is not None
-    made: list[Document | Bad] = []
+    made: list[Document | FailedSample] = []
     for sample in samples:
-        if type(sample) is Bad:
+        if type(sample) is FailedSample:
             made.append(sample)
             continue
         try:
@@ -560,7 +567,7 @@ class Unbatched(Step):
 
         An error is the last item.
         """
-        if type(sample) is Bad:
+        if type(sample) is FailedSample:
             return [sample], True
         if isinstance(sample, _WHOLE):
             return sample, True
@@ -570,7 +577,7 @@ class Unbatched(Step):
         except BaseException as error:  # noqa: BLE001  (the policy decides)
             return [failed_in(error, self.kind)], True
         items, has_ended = read_block(self._items, limit)
-        if items and type(items[-1]) is Bad:
+        if items and type(items[-1]) is FailedSample:
             items[-1], has_ended = failed_in(items[-1].error, self.kind), True
         return items, has_ended
 
@@ -598,7 +605,7 @@ class Unbatched(Step):
             if len(block):
                 check_again(block, 0, count, known)
             each = block if isinstance(block, list) else []
-            bad = [place for place, one in enumerate(each) if type(one) is Bad]
+            bad = [place for place, one in enumerate(each) if type(one) is FailedSample]
             dropped = min(count, len(block), *bad)
             count = 0 if bad else count - dropped
             self._block, self.ready = block, len(block) - dropped

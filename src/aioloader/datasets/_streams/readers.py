@@ -11,11 +11,11 @@ import time
 from collections.abc import Sequence
 from itertools import accumulate
 
-from aioloader._base.blocks import Bad, Block, join
-from aioloader._base.outlast import cancel
-from aioloader._order.ranks import Deal
+from aioloader._base.blocks import Block, FailedSample, join
+from aioloader._base.cancellation import cancel
+from aioloader._order.ranks import ReaderAssignment
 from aioloader.datasets._streams.cursors import Cursor, State
-from aioloader.datasets._streams.weave import woven
+from aioloader.datasets._streams.interleave import interleaved
 
 # Most samples that all readers here are asked for at once; most pulls' worth.
 _SAMPLES = 512
@@ -28,7 +28,7 @@ _MOST = 2048
 _ROWS = 1 << 14
 
 
-class Alone:
+class OneReader:
     """The one reader of a rank, all of whose samples it takes.
 
     ``at`` counts those that were taken; with ``leaves_out``, failed samples have no
@@ -132,7 +132,7 @@ class Alone:
         """Note that a block was pulled; return how many positions it has."""
         count = len(block)
         if self._leaves_out and isinstance(block, list):
-            count -= sum(type(one) is Bad for one in block)
+            count -= sum(type(one) is FailedSample for one in block)
         self._taken = self._passed = self._taken + count
         return count
 
@@ -208,7 +208,7 @@ class Reader:
         return {"taken": passed, "state": self.cursor.state(), **ended}
 
 
-class Readers:
+class ReadersInTurn:
     """A rank's readers, which take turns, sample by sample.
 
     ``at`` counts the positions of this rank that were taken, holes included; the
@@ -216,7 +216,7 @@ class Readers:
     """
 
     def __init__(
-        self, deal: Deal, readers: Sequence[Reader], at: int, shift: int
+        self, deal: ReaderAssignment, readers: Sequence[Reader], at: int, shift: int
     ) -> None:
         self.at = at
         self._shift = shift
@@ -226,18 +226,18 @@ class Readers:
         self._fills: list[asyncio.Task[None]] = []
         # The interleaved block: samples, positions and how many of these were taken;
         # how many readers that have samples precede each place of a round.
-        self._woven: Block = []
+        self._interleaved: Block = []
         self._length = self._passed = 0
         self._before: list[int] = [0]
 
     def _take(self, limit: int) -> Block | None:
-        """Return the samples at the next positions, if they are woven already."""
+        """Return the samples at the next positions, if they are interleaved already."""
         start = self._passed
         if start >= self._length:
             return None
         stop = self._passed = min(self._length, start + limit)
         self.at += stop - start
-        return self._woven[self._samples(start) : self._samples(stop)]
+        return self._interleaved[self._samples(start) : self._samples(stop)]
 
     def _samples(self, positions: int) -> int:
         """Return how many samples are at the first positions of the block."""
@@ -252,7 +252,7 @@ class Readers:
 
     async def one(self) -> Block | None:
         while (block := self.take_one()) is None:
-            if not await self._weave(1):
+            if not await self._interleave(1):
                 return None
         return block
 
@@ -267,30 +267,30 @@ class Readers:
             block = self._take(end - self.at)
             if block is not None:
                 parts.append(block)
-            elif not await self._weave(end - self.at):
+            elif not await self._interleave(end - self.at):
                 # After all have ended, there are only holes.
                 return join(parts) if any(map(len, parts)) else None
         return join(parts)
 
-    async def _weave(self, limit: int) -> bool:
+    async def _interleave(self, limit: int) -> bool:
         """Interleave the ready samples: whole rounds; return whether there are any."""
         turn = self.at % len(self._readers)
         order = [*self._readers[turn:], *self._readers[:turn]]
         await self._fill(order, limit)
-        weft = [one for one in order if len(one.ready)]
-        rounds = min((len(one.ready) for one in weft), default=0)
+        ready = [one for one in order if len(one.ready)]
+        rounds = min((len(one.ready) for one in ready), default=0)
         self._before = [0, *accumulate(min(1, len(one.ready)) for one in order)]
-        if weft:
-            self._woven = await woven([one.take(rounds) for one in weft])
+        if ready:
+            self._interleaved = await interleaved([one.take(rounds) for one in ready])
         self._length, self._passed = rounds * len(order), 0
-        return bool(weft)
+        return bool(ready)
 
     async def _fill(self, order: Sequence[Reader], limit: int) -> None:
         """Wait until each reader has samples, or has ended; all read at once.
 
         Each asks for more than needed, because one sample costs as much as many.
         """
-        is_list = isinstance(self._woven, list)
+        is_list = isinstance(self._interleaved, list)
         most = min(_PULLS * limit, _SAMPLES) if is_list else _ROWS
         ask = min(2 * self._ask, most // len(order))
         self._ask = max(ask, -(-limit // len(order)))
@@ -313,8 +313,8 @@ class Readers:
         return [one.state(given + (number < last)) for number, one in each]
 
     def has_ended(self) -> bool:
-        is_woven = self._passed < self._length
-        return not is_woven and all(
+        is_ready = self._passed < self._length
+        return not is_ready and all(
             one.has_ended and not len(one.ready) for one in self._readers
         )
 

@@ -1,9 +1,9 @@
 """What a sharded format implements: listing shards, and reading one from a position.
 
 Everything common to tar files, tables and rows (order, interleaving, shuffling, sharing
-among readers, state) is built on ``ShardFormat`` and ``ShardReader`` alone. ``Reader``
-makes blocks in steps, one at a time, and passes them on in pieces; memory holds the
-blocks of a step, and with ``is_ahead`` those of the next one.
+among readers, state) is built on ``ShardFormat`` and ``ShardReader`` alone. A
+``BlockReader`` makes blocks in steps, one at a time, and returns them in pieces; memory
+holds the blocks of a step, and with ``is_ahead`` those of the next one.
 """
 
 import abc
@@ -19,14 +19,14 @@ from typing import Any, ClassVar, Generic, Literal, TypeAlias
 from typing_extensions import TypeVar
 
 from aioloader._base.blocks import Block
-from aioloader._base.outlast import in_thread, outlast
+from aioloader._base.cancellation import finish_despite_cancel, in_thread
 from aioloader._base.raising import raisable
 from aioloader.datasets._stores.addresses import Address, name_of
 from aioloader.datasets._stores.failures import Version
 from aioloader.errors import ShardChangedError
 
 Shard = TypeVar("Shard", default=Any)  # a format's own
-Position: TypeAlias = dict[str, Any]
+ShardPosition: TypeAlias = dict[str, Any]
 # Summary of all shards, kept in a state.
 Summary: TypeAlias = dict[str, Any]
 
@@ -37,7 +37,7 @@ MissingEnd: TypeAlias = Literal["error", "warn"]
 # Names compared at once.
 _PART = 1 << 10
 # The blocks of a step, each with the mark before it: where it can be made again.
-Made: TypeAlias = list[tuple[Any, Block]]
+PositionedBlocks: TypeAlias = list[tuple[Any, Block]]
 
 
 class ShardReader(abc.ABC):
@@ -48,13 +48,13 @@ class ShardReader(abc.ABC):
         """Return the next samples, from 1 to ``limit``; an empty block at the end."""
 
     @abc.abstractmethod
-    def position(self) -> Position:
+    def position(self) -> ShardPosition:
         """Return the position after the last sample returned."""
 
     def begin(self) -> None:  # noqa: B027  (a default)
         """Start reading ahead, before the first pull; calling it is optional."""
 
-    def positions(self) -> Callable[[int], Position] | None:
+    def positions(self) -> Callable[[int], ShardPosition] | None:
         """Return what maps a number of samples of the last block to a position.
 
         None if samples are counted from the position before their block: right where
@@ -120,7 +120,7 @@ class ShardFormat(abc.ABC, Generic[Shard]):
         """
 
     @abc.abstractmethod
-    def open(self, shard: Shard, position: Position, budget: int) -> ShardReader:
+    def open(self, shard: Shard, position: ShardPosition, budget: int) -> ShardReader:
         """Return a reader of ``shard`` from ``position`` on (``{}``: its beginning).
 
         Args:
@@ -212,7 +212,7 @@ def names_of(addresses: Iterable[Address]) -> list[str]:
     return [name[start:] for part in parts for name in part]
 
 
-class Reader(ShardReader):
+class BlockReader(ShardReader):
     """One shard, read a step at a time.
 
     A subclass makes the steps, and the positions: of ``mark`` (that before the current
@@ -238,14 +238,14 @@ class Reader(ShardReader):
         self.thread: ThreadPoolExecutor | None = None
         self._block: Block = []
         self._made: deque[tuple[Any, Block]] = deque()
-        self._making: asyncio.Task[Made] | None = None
+        self._making: asyncio.Task[PositionedBlocks] | None = None
         self._failure: BaseException | None = None
 
     @abc.abstractmethod
-    async def make(self) -> Made:
+    async def make(self) -> PositionedBlocks:
         """Make the next blocks, mostly by ``gather`` in a thread; runs in a task."""
 
-    async def make_here(self) -> Made | None:
+    async def make_here(self) -> PositionedBlocks | None:
         """Make the next blocks on the loop, in a short turn; None: only a task can."""
         return None
 
@@ -255,12 +255,12 @@ class Reader(ShardReader):
     async def release(self) -> None:
         """Release what is open; nothing runs any more."""
 
-    def gather(self, blocks: Iterable[tuple[Any, Block]]) -> Made:
+    def gather(self, blocks: Iterable[tuple[Any, Block]]) -> PositionedBlocks:
         """Make the blocks of a step, and join lists; in any thread.
 
         An error ends the shard, and is raised after the samples before it.
         """
-        made: Made = []
+        made: PositionedBlocks = []
         try:
             for mark, block in blocks:
                 last = made[-1][1] if made else None
@@ -277,7 +277,9 @@ class Reader(ShardReader):
         self.thread = self.thread or ThreadPoolExecutor(1, "aioloader")
         return self.thread
 
-    def start(self, step: "Coroutine[Any, Any, Made] | None" = None) -> None:
+    def start(
+        self, step: "Coroutine[Any, Any, PositionedBlocks] | None" = None
+    ) -> None:
         """Start ``make``, or another step for this reader; unless one runs already."""
         if self._making is None and not self.is_over:
             self._making = asyncio.create_task(self.make() if step is None else step)
@@ -314,7 +316,7 @@ class Reader(ShardReader):
         self.is_over = True
         is_quick = self._making is None and self.thread is None
         end = self._end()
-        await (end if is_quick else outlast(asyncio.ensure_future(end)))
+        await (end if is_quick else finish_despite_cancel(asyncio.ensure_future(end)))
 
     async def _more(self) -> bool:
         """Move to the next block; return whether there is one."""

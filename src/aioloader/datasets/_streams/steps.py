@@ -9,8 +9,8 @@ from functools import partial
 from itertools import chain
 from typing import Any, ClassVar
 
-from aioloader._base.blocks import Bad, Block, failed, join, pick, unreadable
-from aioloader._base.outlast import cancel, in_thread, outlast
+from aioloader._base.blocks import Block, FailedSample, failed, join, pick, unreadable
+from aioloader._base.cancellation import cancel, finish_despite_cancel, in_thread
 from aioloader._base.raising import ends_task
 from aioloader._order.epoch import under_way
 from aioloader._order.permutation import (
@@ -116,11 +116,13 @@ class Mapped(Step):
         return self._call(self.function, block)
 
     def _call(self, function: Callable[[Any], Any], block: Block) -> list[Any]:
-        """Return what a function makes of each sample, or its error as ``Bad``."""
+        """Apply a function to each sample; its error becomes a ``FailedSample``."""
         made: list[Any] = []
         for sample in block:
             try:
-                made.append(sample if type(sample) is Bad else function(sample))
+                made.append(
+                    sample if type(sample) is FailedSample else function(sample)
+                )
             except BaseException as error:  # noqa: BLE001  (the policy decides)
                 made.append(failed_in(error, self.kind))
         return made
@@ -170,9 +172,9 @@ class Filtered(Mapped):
                 answers = await in_thread(self._apply, block)
             # A sample for which the function failed is passed on as its error.
             kept = [
-                answer if type(answer) is Bad else sample
+                answer if type(answer) is FailedSample else sample
                 for sample, answer in zip(block, answers, strict=True)
-                if type(answer) is Bad or answer
+                if type(answer) is FailedSample or answer
             ]
             if kept:
                 return kept
@@ -263,8 +265,8 @@ class MappedAsync(Step):
 async def _guarded(
     function: Callable[[Any], Awaitable[Any]], sample: Any, stage: str
 ) -> Any:
-    """Return what a coroutine function makes of a sample, or its error as ``Bad``."""
-    if type(sample) is Bad:
+    """Apply a coroutine function to a sample; its error becomes a ``FailedSample``."""
+    if type(sample) is FailedSample:
         return sample
     try:
         return await function(sample)
@@ -274,7 +276,7 @@ async def _guarded(
         return failed_in(error, stage)
 
 
-def failed_in(error: BaseException, stage: str) -> Bad:
+def failed_in(error: BaseException, stage: str) -> FailedSample:
     sample = failed(error, f"the function of {stage!r}")
     sample.error.add_note(f"aioloader: in {stage!r} of the stream")
     return sample
@@ -298,14 +300,14 @@ class Tokenized(Mapped):
             if values is not None:  # and no rows
                 block, column = values, None
         made = self._call(partial(text_of, column=column), block)
-        texts = [one for one in made if type(one) is not Bad]
+        texts = [one for one in made if type(one) is not FailedSample]
         encode = partial(encoded, self.function)
         try:
             found = encode(texts)
         except BaseException:  # noqa: BLE001  (of one text, or of all)
             found = self._call(lambda text: encode([text])[0], texts)
         each = iter(found)
-        return [one if type(one) is Bad else next(each) for one in made]
+        return [one if type(one) is FailedSample else next(each) for one in made]
 
 
 class Taken(Step):
@@ -375,11 +377,13 @@ class Batched(Step):
         if self._again:
             check_again(whole, 0, found, self._lost)
         again, self._again = self._again, 0
-        if not (isinstance(whole, list) and Bad in set(map(type, whole))):
+        if not (isinstance(whole, list) and FailedSample in set(map(type, whole))):
             return [whole] if found and not is_short else []
         self._known = before, (again, unreadable(whole))
-        made: Block = [sample for sample in whole if type(sample) is Bad][again:]
-        good = [sample for sample in whole if type(sample) is not Bad]
+        made: Block = [sample for sample in whole if type(sample) is FailedSample][
+            again:
+        ]
+        good = [sample for sample in whole if type(sample) is not FailedSample]
         return [*made, good] if good and not is_short else made
 
     def _after(self, before: State, what: Any, count: int) -> State:
@@ -417,10 +421,10 @@ class Windowed(Step):
                 return [*lost, *made] if lost else made
             since = self._made_nothing(since)
 
-    async def _window(self) -> tuple[list[Block], list[Bad], int]:
+    async def _window(self) -> tuple[list[Block], list[FailedSample], int]:
         """Return the next samples, those that could not be read, and how many."""
         parts: list[Block] = []
-        found, lost = 0, list[Bad]()
+        found, lost = 0, list[FailedSample]()
         while found < self.size:
             block = await self.upstream.pull(min(self.size - found, _PULL))
             if not len(block):
@@ -428,7 +432,11 @@ class Windowed(Step):
             found += len(block)
             if places := unreadable(block):
                 lost += [block[place] for place in places]
-                block = [one for one in block if type(one) is not Bad or one.is_users]
+                block = [
+                    one
+                    for one in block
+                    if type(one) is not FailedSample or one.is_users
+                ]
             # Lists are joined as they come: joining all at the end takes milliseconds.
             if isinstance(block, list) and parts and isinstance(parts[-1], list):
                 parts[-1] += block
@@ -514,10 +522,10 @@ class Repeated(Step):
             own.update({"pass": own["pass"] + 1, "good": False, "lost": None})
             self._first = self._here()
             # If closing is interrupted, files stay open.
-            await outlast(asyncio.create_task(before.aclose()))
+            await finish_despite_cancel(asyncio.create_task(before.aclose()))
         if not own["good"]:
             is_list = isinstance(block, list)
-            bad = [one for one in block if type(one) is Bad] if is_list else []
+            bad = [one for one in block if type(one) is FailedSample] if is_list else []
             own["good"] = len(bad) < len(block)
             self._lost = bad[-1].error if bad else None
             own["lost"] = str(self._lost) if bad else None
@@ -529,8 +537,8 @@ class EpochPart(Step):
 
     Of ``count`` samples, ``real`` are not padding, which the next epoch has again. If
     it ``leaves_out`` failed ones, others take their places. Where readers take turns, a
-    failed sample comes with the one that takes its place: ``Bad.then``. So a count of
-    samples, ``taken`` too, is always one of places.
+    failed sample comes with its substitute (``FailedSample.then``), so every count of
+    samples, ``taken`` too, counts positions.
     """
 
     kind = "epoch_length"
@@ -555,10 +563,10 @@ class EpochPart(Step):
         block = await self.upstream.pull(limit)
         if not self.leaves_out or not isinstance(block, list):
             return block
-        places, lost = list[Any](), list[Bad]()
+        places, lost = list[Any](), list[FailedSample]()
         while len(block):
             for sample in block:
-                if type(sample) is Bad:
+                if type(sample) is FailedSample:
                     lost.append(sample)
                     continue
                 places.append(
@@ -585,5 +593,5 @@ class EpochPart(Step):
         block = await pull(min(limit, left))
         own["given"] += len(block)
         if self.leaves_out and not self.in_turns and isinstance(block, list):
-            own["given"] -= sum(type(one) is Bad for one in block)
+            own["given"] -= sum(type(one) is FailedSample for one in block)
         return block

@@ -23,13 +23,13 @@ from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias, TypeVar
 
-from aioloader._base.outlast import in_thread, outlast
+from aioloader._base.cancellation import finish_despite_cancel, in_thread
 from aioloader.datasets._stores.addresses import Address, is_local, path_of
 from aioloader.datasets._stores.cache_dir import lock
 from aioloader.datasets._stores.failures import Reason, failure_of
 from aioloader.datasets._stores.options import (
     Flights,
-    Options,
+    StoreOptions,
     check_no_options,
     import_obstore,
     obstore_errors,
@@ -52,7 +52,7 @@ _SIZE_BYTES = 4
 
 
 def make_sink(
-    destination: "str | os.PathLike[str] | ObjectStore", options: Options
+    destination: "str | os.PathLike[str] | ObjectStore", options: StoreOptions
 ) -> "Sink":
     if isinstance(destination, (str, os.PathLike)):
         address = os.fsdecode(destination)
@@ -299,7 +299,7 @@ class StoreSink:
                 closing = self._upload.__aexit__(type(error), error, None)
                 self._upload = None
                 with contextlib.suppress(*obstore_errors()):
-                    await outlast(asyncio.ensure_future(closing))
+                    await finish_despite_cancel(asyncio.ensure_future(closing))
         finally:
             await self._flights.drain(_DRAIN_SECONDS)
             self._source.close()
@@ -316,7 +316,7 @@ Sink: TypeAlias = FolderSink | StoreSink
 
 
 def make_token_sink(
-    address: Address, index: Address | None, options: Options
+    address: Address, index: Address | None, options: StoreOptions
 ) -> "TokenSink":
     if is_local(address):
         path = path_of(address)
@@ -433,7 +433,7 @@ class ObjectSink:
     """An object of a store, which a URL names; otherwise like ``FileSink``."""
 
     def __init__(
-        self, address: Address, index: Address | None, options: Options
+        self, address: Address, index: Address | None, options: StoreOptions
     ) -> None:
         folder, _, self._name = address.rpartition("/")
         self._source = ObstoreStore(folder, options)

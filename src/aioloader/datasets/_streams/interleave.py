@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from aioloader._base.blocks import Bad, Block, join, pick, weave
-from aioloader._base.outlast import cancel, in_thread
-from aioloader._order.mixture import Array, Schedule
+from aioloader._base.blocks import Block, FailedSample, interleave, join, pick
+from aioloader._base.cancellation import cancel, in_thread
+from aioloader._order.mixture import IntegerArray, Schedule
 from aioloader.datasets._stores.bytes import START_DIVISOR
 from aioloader.datasets._stores.failures import saved
 from aioloader.datasets._streams.cursors import (
@@ -29,8 +29,8 @@ from aioloader.datasets._streams.cursors import (
     skip,
 )
 from aioloader.datasets._streams.shards import (
-    Position,
     ShardFormat,
+    ShardPosition,
     ShardReader,
     Summary,
 )
@@ -54,7 +54,7 @@ _LIGHT = 1e-3
 _ROWS = 256
 
 
-class Lane(Cursor):
+class ShardSequence(Cursor):
     """The samples of several shards.
 
     They are at ``places`` of ``shards``, looked up on access: there may be millions.
@@ -82,7 +82,7 @@ class Lane(Cursor):
         self._budget = budget
         self._number: int = state.get("shard", 0)
         # Where the shard is opened, and what is dropped then, until it was.
-        self._position: Position = state.get("at", {})
+        self._position: ShardPosition = state.get("at", {})
         self._skip: int = state.get("taken", 0)
         self._least = _LANE_SAMPLES
         self._reader: ShardReader | None = None
@@ -95,7 +95,7 @@ class Lane(Cursor):
             self._reader.begin()
 
     async def _make(self, limit: int) -> Block:
-        """Return the next samples of a shard; one that is lost is a ``Bad``."""
+        """Return a shard's next samples, with a ``FailedSample`` for each lost one."""
         while self._number < len(self._places):
             reader = self._reader
             if reader is None:
@@ -110,7 +110,7 @@ class Lane(Cursor):
                 # The rest of the shard is lost, and all that was to be dropped of it.
                 self._known = self._here(), None
                 await self._turn()
-                return [Bad(error)]
+                return [FailedSample(error)]
             if block:
                 self._known = self._here(), reader.positions()
                 self._least = _LANE_SAMPLES if isinstance(block, list) else _LANE_ROWS
@@ -167,7 +167,7 @@ class Lane(Cursor):
             if reader is not None:
                 await reader.aclose()
 
-    def _open(self, number: int, position: Position) -> ShardReader:
+    def _open(self, number: int, position: ShardPosition) -> ShardReader:
         return self._format.open(
             self._shards[self._places[number]], position, self._budget
         )
@@ -206,8 +206,8 @@ class Lane(Cursor):
         return not self._ahead or left >= start
 
 
-async def woven(
-    blocks: Sequence[Block], join_all: Callable[[Sequence[Block]], Block] = weave
+async def interleaved(
+    blocks: Sequence[Block], join_all: Callable[[Sequence[Block]], Block] = interleave
 ) -> Block:
     """Return what ``join_all`` makes of blocks; of many columns in a thread."""
     if len(blocks) == 1:
@@ -217,7 +217,7 @@ async def woven(
     return await in_thread(join_all, blocks, is_quick=is_quick)
 
 
-class Weaver(Cursor):
+class Interleaver(Cursor):
     """Samples of several inputs, which it owns, interleaved.
 
     ``own`` is its part of the state, who is next; ``key`` names that of the inputs.
@@ -237,11 +237,11 @@ class Weaver(Cursor):
         found = [passes for one in self.inputs if (passes := one.passes()) is not None]
         return min(found, default=None)
 
-    async def _order(self, limit: int) -> Array:
+    async def _order(self, limit: int) -> IntegerArray:
         """Fill inputs; return which gives each of about ``limit`` samples, or more."""
         raise NotImplementedError
 
-    def _woven(self, order: Array, blocks: Sequence[Block]) -> Block:
+    def _interleaved(self, order: IntegerArray, blocks: Sequence[Block]) -> Block:
         """Return the samples of the blocks of those inputs that have some, in order."""
         raise NotImplementedError
 
@@ -253,12 +253,12 @@ class Weaver(Cursor):
         blocks = [one.take(count) for one, count in each if count]
         block = blocks[0]
         if len(blocks) > 1:
-            block = await woven(blocks, partial(self._woven, order))
+            block = await interleaved(blocks, partial(self._interleaved, order))
         self._known = self.own, order
         self.own = self._after(self.own, order, len(order))
         return block
 
-    def _counts(self, order: Array) -> list[int]:
+    def _counts(self, order: IntegerArray) -> list[int]:
         counts: list[int] = np.bincount(order, minlength=len(self.inputs)).tolist()
         return counts
 
@@ -290,13 +290,15 @@ class Weaver(Cursor):
             await one.aclose()
 
 
-class Interleaved(Weaver):
+class Interleaved(Interleaver):
     """Lanes of shards that take turns, sample by sample."""
 
-    inputs: Sequence[Lane]
+    inputs: Sequence[ShardSequence]
     _has_begun = False
 
-    def __init__(self, lanes: Sequence[Lane], state: State, summary: State) -> None:
+    def __init__(
+        self, lanes: Sequence[ShardSequence], state: State, summary: State
+    ) -> None:
         turn, ended = state.get("turn", 0), state.get("ended", [])
         own = {"shards": summary, "turn": turn, "ended": ended}
         super().__init__(lanes, "lanes", own)
@@ -317,7 +319,7 @@ class Interleaved(Weaver):
         active = len(self.inputs) - len(before["ended"])
         return {**before, "turn": (before["turn"] + count) % max(1, active)}
 
-    async def _order(self, limit: int) -> Array:
+    async def _order(self, limit: int) -> IntegerArray:
         """Wait until all lanes have samples; return whole rounds of those that do."""
         lanes, turns = self.inputs, self._turns()
         if not self._has_begun:  # all at once, not each when its turn comes
@@ -332,20 +334,22 @@ class Interleaved(Weaver):
             rounds = min(rounds, max(1, max(limit, _WOVEN) // len(going)))
         return np.tile(np.array(going, np.intp), rounds)
 
-    def _woven(self, order: Array, blocks: Sequence[Block]) -> Block:
+    def _interleaved(self, order: IntegerArray, blocks: Sequence[Block]) -> Block:
         """Return the samples in turn; blocks are of the lanes in ascending order."""
         first = int(np.argmin(order[: len(blocks)]))  # where the lowest lane is
-        return weave([*blocks[-first:], *blocks[:-first]] if first else blocks)
+        return interleave([*blocks[-first:], *blocks[:-first]] if first else blocks)
 
 
 class AsTheyCome(Interleaved):
     """Lanes in whichever order they have samples: faster over uneven connections."""
 
-    def __init__(self, lanes: Sequence[Lane], state: State, summary: State) -> None:
+    def __init__(
+        self, lanes: Sequence[ShardSequence], state: State, summary: State
+    ) -> None:
         super().__init__(lanes, state, summary)
         self._fills: dict[int, asyncio.Task[bool]] = {}
 
-    async def _order(self, limit: int) -> Array:
+    async def _order(self, limit: int) -> IntegerArray:
         """Wait until a lane has samples; return it alone."""
         while turns := self._turns():
             for at in turns:
@@ -376,7 +380,7 @@ class AsTheyCome(Interleaved):
         await super()._close()
 
 
-class Mixed(Weaver):
+class Mixed(Interleaver):
     """Samples of several streams in the order of a ``schedule``.
 
     The state counts the samples of each stream, and has the numbers of those that have
@@ -401,21 +405,21 @@ class Mixed(Weaver):
         self._ask, self._is_light = 0, False
         self._finished: set[int] = set()  # inputs without more samples than are ready
         # Streams of the next samples, the number of the first one, and which had ended.
-        self._planned: Array = np.empty(0, np.intp)
+        self._planned: IntegerArray = np.empty(0, np.intp)
         self._planned_at: tuple[int, list[int]] = 0, []
 
     def _after(self, before: State, what: Any, count: int) -> State:
         added = zip(before["counts"], self._counts(what[:count]), strict=True)
         return {**before, "counts": [*map(sum, added)]}
 
-    def _woven(self, order: Array, blocks: Sequence[Block]) -> Block:
+    def _interleaved(self, order: IntegerArray, blocks: Sequence[Block]) -> Block:
         # Sorted by stream, the samples are those of the blocks, one after the other.
         places = np.empty(len(order), np.int64)
         places[np.argsort(order, kind="stable")] = np.arange(len(order))
         indices: Any = places.tolist()
         return pick(join(blocks), indices)
 
-    async def _order(self, limit: int) -> Array:
+    async def _order(self, limit: int) -> IntegerArray:
         """Plan many samples, and get those of the streams."""
         # As many as come quickly: each sample of a stream may have to be waited for.
         most, began = max(limit, self._ask), time.perf_counter()
@@ -434,7 +438,7 @@ class Mixed(Weaver):
             self.own = {**self.own, "ended": ended}
         return np.empty(0, np.intp)
 
-    async def _fill(self, plan: Array, until: float) -> int:
+    async def _fill(self, plan: IntegerArray, until: float) -> int:
         """Fill the streams for a plan; return for how many of its samples they suffice.
 
         After the time ``until`` each stream is asked only once.
@@ -452,7 +456,7 @@ class Mixed(Weaver):
                 length = min(length, int(places[one.ready]))
         return length
 
-    def _plan(self) -> Array:
+    def _plan(self) -> IntegerArray:
         """Return the streams of the next samples, at least of one."""
         at, ended = sum(self.own["counts"]), self.own["ended"]
         first, known = self._planned_at

@@ -15,20 +15,20 @@ from functools import partial
 from multiprocessing import connection
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from aioloader._base.cancellation import in_thread
 from aioloader._base.cpu_threads import CpuThread
 from aioloader._base.forks import close_in_children, fork_safe
-from aioloader._base.outlast import in_thread
-from aioloader._pipeline.host import GRACE
+from aioloader._pipeline.runner import GRACE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from aioloader._pipeline.lasting_pool import LastingPool
     from aioloader._pipeline.pipeline import Pool
-    from aioloader._pipeline.roles import LastingPool
     from aioloader._transport.channel import Channel
 
 
-class Idle(NamedTuple):
+class IdleSupervisor(NamedTuple):
     """A supervisor without workers: the channel to it, and its pid."""
 
     control: "Channel"
@@ -59,7 +59,7 @@ def wait_or_kill(
         process.join()
 
 
-class Servers:
+class IdleSupervisors:
     """What the process pools of one loader share: idle supervisors, and counts."""
 
     def __init__(self) -> None:
@@ -68,11 +68,11 @@ class Servers:
         self.counting = fork_safe(threading.Lock())
         # Whether to unpickle once for all workers: not if that starts threads.
         self.is_shared = True
-        self._idle: list[Idle] = []
+        self._idle: list[IdleSupervisor] = []
         self._ending: list[_thread.LockType] = []  # free when a supervisor has ended
         weakref.finalize(self, _close_all, self._idle)
 
-    def take(self) -> "Idle | None":
+    def take(self) -> "IdleSupervisor | None":
         """Return an idle supervisor, now the caller's, or None."""
         with contextlib.suppress(IndexError):
             return self._idle.pop()
@@ -81,7 +81,7 @@ class Servers:
     def give_back(self, control: "Channel", supervisor: int) -> None:
         """Keep a supervisor that has ended its workers."""
         close_in_children(control.close)
-        self._idle.append(Idle(control, supervisor))
+        self._idle.append(IdleSupervisor(control, supervisor))
 
     def wait_later(self, wait: "Callable[[], object]") -> None:
         """Wait in a thread for the end of a supervisor; finalizers may call it."""
@@ -119,10 +119,10 @@ class Servers:
 
 
 class Pools:
-    """The pools of one loader. They refer to ``servers``, and not to this object."""
+    """The pools of one loader; they refer to ``supervisors``, not to this object."""
 
     def __init__(self) -> None:
-        self.servers = Servers()
+        self.supervisors = IdleSupervisors()
         self._kept: list[LastingPool] = []
         self._ending: weakref.WeakSet[Pool] = weakref.WeakSet()
         self._lock = fork_safe(threading.Lock())
@@ -159,12 +159,12 @@ class Pools:
         for pool in kept:
             pool.end()
         with contextlib.ExitStack() as stack:  # an error is raised after all waits
-            stack.callback(self.servers.close)
+            stack.callback(self.supervisors.close)
             for workers in (*ending, *kept):
                 stack.callback(workers.join)
 
     async def aclose(self) -> None:
-        if self._kept or self._ending or self.servers.has_any():
+        if self._kept or self._ending or self.supervisors.has_any():
             await in_thread(self.close, executor=CpuThread.once())
 
     def _take(self) -> "list[LastingPool]":
@@ -173,7 +173,7 @@ class Pools:
         return kept
 
 
-def _close_all(kept: "list[LastingPool] | list[Idle]") -> None:
+def _close_all(kept: "list[LastingPool] | list[IdleSupervisor]") -> None:
     with contextlib.suppress(IndexError):  # another thread took the last one
         while kept:
             kept.pop().close()

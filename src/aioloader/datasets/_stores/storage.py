@@ -15,7 +15,7 @@ from typing import Any, Self, TypeAlias
 
 from typing_extensions import Buffer
 
-from aioloader._base.outlast import each, in_thread
+from aioloader._base.cancellation import each, in_thread
 from aioloader.datasets._stores.addresses import (
     Address,
     braces,
@@ -45,14 +45,14 @@ from aioloader.datasets._stores.bytes import (
 from aioloader.datasets._stores.cache_dir import CacheDir
 from aioloader.datasets._stores.failures import (
     NOTHING,
-    Known,
+    ExpectedVersion,
     NoRangesError,
     Version,
     file_failure,
     version_of_file,
 )
 from aioloader.datasets._stores.listing import Listing, list_async
-from aioloader.datasets._stores.options import Options, check_no_options
+from aioloader.datasets._stores.options import StoreOptions, check_no_options
 from aioloader.datasets._stores.per_loop import PerLoop
 from aioloader.datasets._stores.sources import OwnStore, Requests, Store
 from aioloader.datasets._stores.stores import store_of
@@ -62,13 +62,13 @@ from aioloader.datasets._stores.unpack import UNPACK_BYTES
 Bytes: TypeAlias = FileBytes | ObjectBytes
 
 
-class Listed(list[Any]):
+class SizedListing(list[Any]):
     """Addresses, or shards, and their lengths where all of these were listed."""
 
     sizes: "list[int] | None" = None
 
 
-class Places:
+class Storage:
     """Opens addresses, relative to a store if given; pickled without open stores.
 
     ``options`` are those of the stores that addresses name. ``addresses`` will be
@@ -78,7 +78,7 @@ class Places:
     def __init__(
         self,
         store: Any,
-        options: Options,
+        options: StoreOptions,
         requests: Requests,
         cache: CacheDir | None = None,
         addresses: Sequence[Address] = (),
@@ -125,7 +125,7 @@ class Places:
         options = self.options_of(address)
         return type(self)(None, options, self._requests, None, [address])
 
-    def options_of(self, address: Address) -> Options:
+    def options_of(self, address: Address) -> StoreOptions:
         """Return the options for the store of another address."""
         return {} if is_local(address) else self._options
 
@@ -134,17 +134,19 @@ class Places:
         if self._per_loop is not None:
             self._per_loop.here().users += 1
 
-    async def expand(self, patterns: Any) -> Listed:
+    async def expand(self, patterns: Any) -> SizedListing:
         """Return the addresses that ``patterns`` match: in order, sorted for a ``*``.
 
         An iteration begins with it, and ends with ``aclose``.
         """
         self.enter()
-        found = Listed()
+        found = SizedListing()
         for pattern in sealed(patterns):
             for address in braces(pattern) if "{" in pattern else [pattern]:
                 is_plain = not has_signs(address)
-                listed = Listed([address]) if is_plain else await self._listed(address)
+                listed = (
+                    SizedListing([address]) if is_plain else await self._listed(address)
+                )
                 if not found:
                     found = listed  # avoids copying a million of them
                     continue
@@ -157,7 +159,7 @@ class Places:
             raise ValueError("no shards: the list of addresses is empty")
         return found
 
-    async def _listed(self, address: Address) -> Listed:
+    async def _listed(self, address: Address) -> SizedListing:
         """Return the matches of a pattern; an address that is none."""
         store, root, pattern = self._base, None, address
         if store is not None:
@@ -168,10 +170,10 @@ class Places:
             root, pattern = searched
             store, _ = self._store_of(root)
         else:
-            return Listed([address])
+            return SizedListing([address])
         if store is None:
             files, _ = await _looked(globbed, pattern, self._folder)
-            found = Listed(files)
+            found = SizedListing(files)
         else:
             folder = folder_of(pattern)
             listing = await list_async(store, folder, self._requests)
@@ -224,7 +226,7 @@ class Places:
         address: Address,
         start: int,
         budget: int,
-        known: Known = NOTHING,
+        known: ExpectedVersion = NOTHING,
         stop: int | None = None,
     ) -> Bytes:
         """Return the bytes of a shard from ``start`` on; nothing is read yet."""
@@ -281,13 +283,13 @@ class Places:
             return
         except OSError as error:
             raise file_failure(path, error) from error
-        Known(version).check(path, current)
+        ExpectedVersion(version).check(path, current)
 
     async def sizes(
         self, addresses: Sequence[Address], *, must: bool
     ) -> list[int] | None:
         """Return the lengths of shards, in bytes; None if some are unknown."""
-        if isinstance(addresses, Listed) and addresses.sizes is not None:
+        if isinstance(addresses, SizedListing) and addresses.sizes is not None:
             return addresses.sizes
         found = await _looked(self._local_sizes, addresses)
         if found is None and must:
@@ -350,9 +352,9 @@ _looked = partial(in_thread, abandon_on_cancel=True)
 # -- patterns, in a thread --------------------------------------------------------
 
 
-def _matching(listing: Listing, pattern: str, root: Address | None) -> Listed:
+def _matching(listing: Listing, pattern: str, root: Address | None) -> SizedListing:
     found = matching(listing, pattern)
-    made = Listed(found if root is None else [spell(root, key) for key in found])
+    made = SizedListing(found if root is None else [spell(root, key) for key in found])
     every = listing.items()  # in the same order
     made.sizes = [next(size for name, size in every if name == key) for key in found]
     return made

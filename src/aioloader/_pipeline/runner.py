@@ -1,6 +1,6 @@
 """Hosts of pipelines: the caller's thread, a private thread, or an event loop.
 
-All iterations of a loader in the same place share one host, so that the dataset's
+All iterations of a loader in the same place share one runner, so that the dataset's
 lifespan is entered there once, before the first sample is read, and left when the last
 iteration returns its lease.
 """
@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Literal, Protocol, TypeAlias
 
+from aioloader._base.cancellation import in_thread, to_the_end
 from aioloader._base.cpu_threads import (
     CpuThread,
     SharedThread,
@@ -26,7 +27,6 @@ from aioloader._base.cpu_threads import (
     start_thread,
 )
 from aioloader._base.forks import fork_safe
-from aioloader._base.outlast import in_thread, to_the_end
 from aioloader._base.raising import ends_task, raisable
 from aioloader._base.waiting import (
     Latch,
@@ -43,14 +43,14 @@ from aioloader.protocols import own_datasets
 GRACE = 10.0
 _NAME = "aioloader pipeline"  # of an iteration's task
 # What is done with a pipeline, if any; sets the latch when its lease is back.
-Step: TypeAlias = Callable[[Any, Latch], None]
-Place: TypeAlias = (
+RunnerStep: TypeAlias = Callable[[Any, Latch], None]
+RunnerPlace: TypeAlias = (
     Literal["inline", "thread", "pool", "loop"] | asyncio.AbstractEventLoop
 )
 
 
-class Hosted(Protocol):
-    """What a host runs: a ``Pipeline``, which owns a lease of it."""
+class RunnerTask(Protocol):
+    """What a runner runs: a ``Pipeline``, which owns a lease of it."""
 
     context: contextvars.Context
     ended: Latch  # set when the lease was returned
@@ -66,15 +66,17 @@ class Hosted(Protocol):
     def joins_at_once(self) -> bool: ...
 
 
-class Host:
+class Runner:
     """A private thread, for datasets and functions that are all plain.
 
-    Leases and waiting are the same for all hosts.
+    Leases and waiting are the same for all runners.
     """
 
-    loop: asyncio.AbstractEventLoop | None = None  # the event loop, if the host has one
+    loop: asyncio.AbstractEventLoop | None = (
+        None  # the event loop, if the runner has one
+    )
     is_callers: bool = False  # whether the loop is the caller's
-    place: Place | None = None  # where it is, for ``Hosts``
+    place: RunnerPlace | None = None  # where it is, for ``Runners``
 
     def __init__(
         self, lifespan: Lifespan | None, *, shares_threads: bool = False
@@ -89,10 +91,10 @@ class Host:
         self.is_closing: bool = False
         # Whether a close has given up waiting: until the next lease, others only look.
         self.is_stuck: bool = False
-        # What the lifespan raised on exit, raised by the host's close.
+        # What the lifespan raised on exit, raised by the runner's close.
         self.exit_error: BaseException | None = None
         self._broken: BaseException | None = None
-        self._pipelines: set[Hosted] = set()
+        self._pipelines: set[RunnerTask] = set()
         self._leases = 1  # its maker's
         self._is_open = False
         self._lock = fork_safe(threading.RLock())  # a finalizer may run in between
@@ -101,7 +103,7 @@ class Host:
     # -- leases -------------------------------------------------------------------
 
     def lease(self) -> bool:
-        """Take a lease; return whether the host was still open."""
+        """Take a lease; return whether the runner was still open."""
         with self._lock:
             is_open = not self.is_closing and not self.is_foreign()
             self._leases += is_open
@@ -116,7 +118,7 @@ class Host:
         """Tell whether this is a forked child's copy, which has no threads."""
         return os.getpid() != self._pid
 
-    def ending(self) -> list[Hosted]:
+    def ending(self) -> list[RunnerTask]:
         """Return the pipelines that were dismissed and have not ended."""
         with self._lock:
             return [one for one in self._pipelines if one.is_closing]
@@ -127,7 +129,7 @@ class Host:
             if not self._is_open:
                 self._is_open = self.cpu.post(self._open)
 
-    def admit(self, pipeline: Hosted) -> None:
+    def admit(self, pipeline: RunnerTask) -> None:
         """Start running ``pipeline``, which holds a lease."""
         with self._lock:
             self._pipelines.add(pipeline)
@@ -138,7 +140,7 @@ class Host:
         else:
             pipeline.fail(broken)
 
-    def dismiss(self, pipeline: Hosted) -> None:
+    def dismiss(self, pipeline: RunnerTask) -> None:
         """Start ending ``pipeline``, which returns its lease; safe in finalizers."""
         if not self.is_foreign():
             self._run(self._end, pipeline, pipeline.ended)
@@ -166,25 +168,25 @@ class Host:
         """Tell whether nothing runs here any more, so that a wait would never end."""
         return self.is_foreign()
 
-    def give_up(self, returned: Latch, pipeline: Hosted | None) -> None:
-        """Take back a lease that a lost host cannot return."""
+    def give_up(self, returned: Latch, pipeline: RunnerTask | None) -> None:
+        """Take back a lease that a lost runner cannot return."""
 
     def check_loop(self) -> None:
         """Fail the pipelines if the loop that they run on was closed."""
 
     def is_here(self) -> bool:
-        """Tell whether the calling thread is the host's, which cannot join itself."""
+        """Tell whether the calling thread is the runner's, which cannot join itself."""
         return self.is_on_loop() or self.cpu.ident() == threading.get_ident()
 
     def is_on_loop(self) -> bool:
-        """Tell whether the calling thread runs this host's event loop."""
+        """Tell whether the calling thread runs this runner's event loop."""
         return self.loop is not None and running_loop() is self.loop
 
     def join(self) -> None:
         """Wait for the threads to end, once ``closed`` is set."""
         self.cpu.join(GRACE)
 
-    # -- in the host's own thread ---------------------------------------------------
+    # -- in the runner's own thread ---------------------------------------------------
 
     def _open(self) -> None:
         try:
@@ -195,18 +197,20 @@ class Host:
         else:
             self.opened.set()
 
-    def _run(self, step: Step, pipeline: Hosted | None, returned: Latch) -> None:
-        """Take a step in the host's thread; from any thread, and finalizers."""
+    def _run(
+        self, step: RunnerStep, pipeline: RunnerTask | None, returned: Latch
+    ) -> None:
+        """Take a step in the runner's thread; from any thread, and finalizers."""
         self.cpu.post_nowait(partial(step, pipeline, returned))
 
-    def _start(self, pipeline: Hosted) -> None:  # noqa: ARG002  (it needs no more)
+    def _start(self, pipeline: RunnerTask) -> None:  # noqa: ARG002  (it needs no more)
         self.open()
 
-    def _end(self, pipeline: Hosted, ended: Latch) -> None:
+    def _end(self, pipeline: RunnerTask, ended: Latch) -> None:
         pipeline.end()
         self._return(pipeline, ended)
 
-    def _return(self, pipeline: Hosted | None, returned: Latch) -> None:
+    def _return(self, pipeline: RunnerTask | None, returned: Latch) -> None:
         """Take back a lease; close after the last one."""
         if self._take_back(pipeline):
             self._close()
@@ -231,7 +235,7 @@ class Host:
         for pipeline in pipelines:
             pipeline.fail(error)
 
-    def _take_back(self, pipeline: Hosted | None) -> bool:
+    def _take_back(self, pipeline: RunnerTask | None) -> bool:
         """Take back a lease, a pipeline's only once; return whether it was the last."""
         with self._lock:
             self._leases -= pipeline is None or pipeline in self._pipelines
@@ -244,7 +248,7 @@ class Host:
 def again(error: BaseException) -> LoaderClosedError:
     """Return the error of later pipelines: the original is raised only once.
 
-    A raised error has frames, which may hold this host's pipelines.
+    A raised error has frames, which may hold this runner's pipelines.
     """
     if isinstance(error, LoaderClosedError):
         return error
@@ -253,7 +257,7 @@ def again(error: BaseException) -> LoaderClosedError:
     )
 
 
-class CallerHost(Host):
+class CallerRunner(Runner):
     """The caller's own thread; samples are read there, or in worker processes."""
 
     def open(self) -> None:
@@ -262,10 +266,12 @@ class CallerHost(Host):
                 self.lifespan.enter()
                 self.opened.set()
 
-    def _run(self, step: Step, pipeline: Hosted | None, returned: Latch) -> None:
+    def _run(
+        self, step: RunnerStep, pipeline: RunnerTask | None, returned: Latch
+    ) -> None:
         step(pipeline, returned)
 
-    def _start(self, pipeline: Hosted) -> None:
+    def _start(self, pipeline: RunnerTask) -> None:
         pass  # its samples are read by workers, which enter the lifespan
 
     def _close(self) -> None:
@@ -274,7 +280,7 @@ class CallerHost(Host):
             self.lifespan.leave()
 
 
-class LoopHost(Host):
+class LoopRunner(Runner):
     """An event loop: the loader's own in a private thread, or the caller's.
 
     Each pipeline is a task. A lifespan is entered and left by a task of its own.
@@ -292,7 +298,7 @@ class LoopHost(Host):
         if caller is None and "gevent.monkey" in sys.modules:
             refuse_gevent()
         super().__init__(lifespan, shares_threads=shares_threads)
-        self._waiting: list[Hosted] = []  # for the lifespan
+        self._waiting: list[RunnerTask] = []  # for the lifespan
         self._tasks: set[asyncio.Task[None]] = set()
         self._opening: Any = None  # anyio's cancel scope
         self._wanted = asyncio.Event()
@@ -302,22 +308,24 @@ class LoopHost(Host):
         # Of leases without a pipeline that are on their way back: the loop may have run
         # for the last time, and not be closed yet.
         self._returning: list[Latch] = []
-        self._host_task: asyncio.Task[None] | None = None
+        self._runner_task: asyncio.Task[None] | None = None
         self.is_callers = caller is not None
         if caller is None:
             context = context_elsewhere()
             runner = asyncio.Runner(loop_factory=new_event_loop)
             self.loop = context.run(runner.get_loop)  # it keeps the context
             self.loop.set_default_executor(self._threads)
-            run = partial(context.run, self._host, runner)
+            run = partial(context.run, self._run_loop, runner)
             self._own_thread = threading.Thread(
                 target=run, name="aioloader-loop", daemon=True
             )
             return
         self.loop = caller
         if lifespan is not None:
-            self._host_task = caller.create_task(self._serve(), name="aioloader host")
-            self._host_task.add_done_callback(self._finish)
+            self._runner_task = caller.create_task(
+                self._serve(), name="aioloader runner"
+            )
+            self._runner_task.add_done_callback(self._finish)
 
     def start(self) -> None:
         """Start the private thread, if there is one; its maker calls this once."""
@@ -345,7 +353,7 @@ class LoopHost(Host):
         if self.is_callers and self.loop.is_closed():
             self._finish()
 
-    def give_up(self, returned: Latch, pipeline: Hosted | None) -> None:
+    def give_up(self, returned: Latch, pipeline: RunnerTask | None) -> None:
         """Take back a lease in this thread, whether or not the loop runs again."""
         if self.is_foreign() or returned.is_set():
             return
@@ -363,7 +371,7 @@ class LoopHost(Host):
 
     # -- in the private thread ----------------------------------------------------
 
-    def _host(self, runner: asyncio.Runner) -> None:
+    def _run_loop(self, runner: asyncio.Runner) -> None:
         """Run the loop until the last lease was returned."""
         try:
             with runner:
@@ -402,13 +410,15 @@ class LoopHost(Host):
             self._break(error, is_known=is_over)
 
     async def _end_all(self) -> None:
-        """Cancel the remaining pipelines when the host task is cancelled."""
+        """Cancel the remaining pipelines when the runner task is cancelled."""
         for task in self._tasks:
             task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks)
 
-    def _run(self, step: Step, pipeline: Hosted | None, returned: Latch) -> None:
+    def _run(
+        self, step: RunnerStep, pipeline: RunnerTask | None, returned: Latch
+    ) -> None:
         if pipeline is None:
             self._returning.append(returned)
         if not call_threadsafe(self.loop, step, pipeline, returned):
@@ -417,10 +427,10 @@ class LoopHost(Host):
                 self._take_back(pipeline)
             returned.set()
 
-    def _start(self, pipeline: Hosted) -> None:
+    def _start(self, pipeline: RunnerTask) -> None:
         self._run(self._begin, pipeline, pipeline.ended)
 
-    def _begin(self, pipeline: Hosted, ended: Latch) -> None:
+    def _begin(self, pipeline: RunnerTask, ended: Latch) -> None:
         """Start a pipeline; if it cannot start, fail it and take back its lease."""
         if self._broken is not None:  # it has failed with the others
             return
@@ -440,14 +450,14 @@ class LoopHost(Host):
             self._tasks.add(task)
             task.add_done_callback(partial(self._left, pipeline))
 
-    def _left(self, pipeline: Hosted, task: asyncio.Task[None]) -> None:
+    def _left(self, pipeline: RunnerTask, task: asyncio.Task[None]) -> None:
         """Take back the lease of a pipeline whose task has ended."""
         self._tasks.discard(task)
         if task.cancelled():  # perhaps before its first step, so nothing has run
             pipeline.release_workers()
         self._return(pipeline, pipeline.ended)
 
-    def _end(self, pipeline: Hosted, ended: Latch) -> None:
+    def _end(self, pipeline: RunnerTask, ended: Latch) -> None:
         """End a pipeline; its lease ends with its task."""
         pipeline.end()
         if pipeline in self._waiting:  # it has not started
@@ -455,7 +465,7 @@ class LoopHost(Host):
             pipeline.fail(LoaderClosedError("the iterator was closed; make a new one"))
             self._return(pipeline, ended)
 
-    def _return(self, pipeline: Hosted | None, returned: Latch) -> None:
+    def _return(self, pipeline: RunnerTask | None, returned: Latch) -> None:
         with contextlib.suppress(ValueError):  # it has a pipeline
             self._returning.remove(returned)
         is_given_up = returned.is_set()
@@ -473,7 +483,7 @@ class LoopHost(Host):
             self._finish()
 
     def _finish(self, _task: asyncio.Task[None] | None = None) -> None:
-        """Release the rest once the host task has ended, however it ended."""
+        """Release the rest once the runner task has ended, however it ended."""
         self._break(
             LoaderClosedError("the event loop of the loader has ended; iterate again")
         )
@@ -506,25 +516,25 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
-class Hosts:
-    """The hosts of one loader: found by place, made on demand, kept while entered."""
+class Runners:
+    """The runners of one loader: found by place, made on demand, kept while entered."""
 
     def __init__(self, dataset: Any, lifespan: MakeLifespan | None = None) -> None:
         self._dataset = dataset
         self.lifespan = lifespan
-        self._hosts: weakref.WeakSet[Host] = weakref.WeakSet()
-        self._kept: list[Host] = []
+        self._runners: weakref.WeakSet[Runner] = weakref.WeakSet()
+        self._kept: list[Runner] = []
         self._entered = 0
         self._lock = fork_safe(threading.Lock())
         weakref.finalize(self, _release_all, self._kept)
 
-    def lease(self, place: Place) -> Host:
-        """Return the open host at ``place``, with one lease taken for the caller."""
-        dataset, host = self._dataset, None
+    def lease(self, place: RunnerPlace) -> Runner:
+        """Return the open runner at ``place``, with one lease taken for the caller."""
+        dataset, runner = self._dataset, None
         with self._lock:
-            for host in list(self._hosts):
-                if host.place == place and host.lease():
-                    return host
+            for runner in list(self._runners):
+                if runner.place == place and runner.lease():
+                    return runner
             is_loop = place == "loop" or not isinstance(place, str)
             enters = self.lifespan is not None or (is_loop and own_datasets(dataset))
             lifespan = None
@@ -533,25 +543,27 @@ class Hosts:
             if not isinstance(place, str):
                 # If nothing is bound to a thread, loaders on callers' loops share some.
                 shares = not (lifespan or is_shared_thread()) and reads_on_loop(dataset)
-                host = LoopHost(lifespan, place, shares_threads=shares)
+                runner = LoopRunner(lifespan, place, shares_threads=shares)
             elif place == "loop":
-                host = LoopHost(lifespan)
+                runner = LoopRunner(lifespan)
             else:
-                host = Host(lifespan) if place == "thread" else CallerHost(lifespan)
+                runner = (
+                    Runner(lifespan) if place == "thread" else CallerRunner(lifespan)
+                )
             try:
-                host.place = place
-                if isinstance(host, LoopHost):
-                    host.start()
-                self._hosts.add(host)
-                if self._entered and host.lease():
-                    self._kept.append(host)
+                runner.place = place
+                if isinstance(runner, LoopRunner):
+                    runner.start()
+                self._runners.add(runner)
+                if self._entered and runner.lease():
+                    self._kept.append(runner)
             except BaseException:  # Ctrl-C: nobody has the maker's lease
-                host.release()
+                runner.release()
                 raise
-            return host
+            return runner
 
     def keep(self) -> None:
-        """Keep hosts open between iterations from now on; calls nest."""
+        """Keep runners open between iterations from now on; calls nest."""
         with self._lock:
             self._entered += 1
 
@@ -562,7 +574,7 @@ class Hosts:
             return not self._entered
 
     def release(self) -> None:
-        """Release the kept hosts and wait until they are closed."""
+        """Release the kept runners and wait until they are closed."""
         with contextlib.ExitStack() as stack:  # in reverse order, whatever is raised
             for released in self._released():
                 stack.callback(wait_released, *released)
@@ -572,61 +584,63 @@ class Hosts:
             for released in self._released():
                 stack.push_async_callback(wait_released_async, *released)
 
-    def _released(self) -> list[tuple[Host, Latch, Hosted | None]]:
-        """Release the kept hosts; return them and the pipelines still ending.
+    def _released(self) -> list[tuple[Runner, Latch, RunnerTask | None]]:
+        """Release the kept runners; return them and the pipelines still ending.
 
         The iterators of these were dropped, so nobody else waits for them.
         """
         with self._lock:
             kept = self._kept[:]
             self._kept.clear()
-            hosts = list(self._hosts)
-        ending: list[tuple[Host, Latch, Hosted | None]] = [
-            (host, host.release(), None) for host in kept
+            runners = list(self._runners)
+        ending: list[tuple[Runner, Latch, RunnerTask | None]] = [
+            (runner, runner.release(), None) for runner in kept
         ]
-        for host in hosts:
-            ending += [(host, one.ended, one) for one in host.ending()]
+        for runner in runners:
+            ending += [(runner, one.ended, one) for one in runner.ending()]
         return ending
 
 
-def _release_all(kept: list[Host]) -> None:
-    """Release the hosts of a loader that was entered and never closed."""
+def _release_all(kept: list[Runner]) -> None:
+    """Release the runners of a loader that was entered and never closed."""
     if kept:
         warnings.warn(
             "a DataLoader was entered and never closed: call its close()",
             ResourceWarning,
             stacklevel=1,
         )
-    for host in kept:
-        host.release()
+    for runner in kept:
+        runner.release()
 
 
 # -- waiting for the release ------------------------------------------------------
 
 
-def wait_released(host: Host, returned: Latch, pipeline: Hosted | None = None) -> None:
-    """Wait for a lease's return, and for ``host`` if it was the last; bounded.
+def wait_released(
+    runner: Runner, returned: Latch, pipeline: RunnerTask | None = None
+) -> None:
+    """Wait for a lease's return, and for ``runner`` if it was the last; bounded.
 
     The workers and stages of the pipeline that held it are joined, and what the dataset
     or its iterator raised when it was closed is raised.
     """
-    if host.is_lost():
-        host.give_up(returned, pipeline)
-    elif not host.is_here():
-        is_ended = returned.wait(host.grace())
-        if is_ended and host.is_left():
-            is_ended = host.closed.wait(host.grace())
+    if runner.is_lost():
+        runner.give_up(returned, pipeline)
+    elif not runner.is_here():
+        is_ended = returned.wait(runner.grace())
+        if is_ended and runner.is_left():
+            is_ended = runner.closed.wait(runner.grace())
         if not is_ended:
-            _note_stuck(host)
-        elif host.is_left():
-            host.join()
+            _note_stuck(runner)
+        elif runner.is_left():
+            runner.join()
         if pipeline is not None and not pipeline.join():
-            _note_stuck(host)
-    _raise_exit_errors(host, pipeline)
+            _note_stuck(runner)
+    _raise_exit_errors(runner, pipeline)
 
 
 async def wait_released_async(
-    host: Host, returned: Latch, pipeline: Hosted | None = None
+    runner: Runner, returned: Latch, pipeline: RunnerTask | None = None
 ) -> None:
     """Wait as ``wait_released`` does, without blocking the loop.
 
@@ -635,31 +649,33 @@ async def wait_released_async(
     import anyio
 
     with anyio.CancelScope(shield=True):
-        if host.is_lost():
-            host.give_up(returned, pipeline)
+        if runner.is_lost():
+            runner.give_up(returned, pipeline)
         else:
-            await to_the_end(partial(_released, host, returned, pipeline))
-    _raise_exit_errors(host, pipeline)
+            await to_the_end(partial(_released, runner, returned, pipeline))
+    _raise_exit_errors(runner, pipeline)
 
 
-async def _released(host: Host, returned: Latch, pipeline: Hosted | None) -> None:
-    """Wait for a lease's return, for ``host`` if it was the last, and for workers."""
-    is_ended = await returned.wait_async(host.grace())
-    if is_ended and host.is_left():
-        is_ended = await host.closed.wait_async(host.grace())
+async def _released(
+    runner: Runner, returned: Latch, pipeline: RunnerTask | None
+) -> None:
+    """Wait for a lease's return, for ``runner`` if it was the last, and for workers."""
+    is_ended = await returned.wait_async(runner.grace())
+    if is_ended and runner.is_left():
+        is_ended = await runner.closed.wait_async(runner.grace())
     if not is_ended:
-        _note_stuck(host)
+        _note_stuck(runner)
     if pipeline is None or pipeline.joins_at_once():
         return
     # This raises an error of leaving the lifespan in a worker.
     if not await in_thread(pipeline.join, executor=CpuThread.once()):
-        _note_stuck(host)
+        _note_stuck(runner)
 
 
-def _note_stuck(host: Host) -> None:
-    if host.is_stuck:
+def _note_stuck(runner: Runner) -> None:
+    if runner.is_stuck:
         return
-    host.is_stuck = True
+    runner.is_stuck = True
     warn(
         f"a DataLoader was closed, but code of its dataset or functions has not "
         f"returned for {GRACE:g} seconds, and its thread is still running: give its "
@@ -668,9 +684,9 @@ def _note_stuck(host: Host) -> None:
     )
 
 
-def _raise_exit_errors(host: Host, pipeline: Hosted | None) -> None:
+def _raise_exit_errors(runner: Runner, pipeline: RunnerTask | None) -> None:
     """Raise what went wrong while closing, once."""
-    for holder in (pipeline, host):
+    for holder in (pipeline, runner):
         if holder is not None:
             error, holder.exit_error = holder.exit_error, None
             if error is not None:

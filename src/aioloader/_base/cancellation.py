@@ -41,12 +41,12 @@ async def in_thread(
     loop, run = asyncio.get_running_loop(), contextvars.copy_context().run
     start = partial(loop.run_in_executor, executor, run, function, *args)
     if not abandon_on_cancel:
-        return await outlast(start())
+        return await finish_despite_cancel(start())
     with looking_up(loop):
         return await start()
 
 
-class outlast(Generic[T]):  # noqa: N801  (awaited like a coroutine)
+class finish_despite_cancel(Generic[T]):  # noqa: N801  (awaited like a coroutine)
     """Await the result of ``work``; if cancelled, wait for it to end first.
 
     Tasks take it for a future (``asyncio.isfuture``), which ends with the work.
@@ -55,7 +55,7 @@ class outlast(Generic[T]):  # noqa: N801  (awaited like a coroutine)
     def __init__(self, work: "asyncio.Future[T]") -> None:
         self._work, self._is_cancelled = work, False
 
-    def __await__(self) -> "Generator[outlast[T], None, T]":
+    def __await__(self) -> "Generator[finish_despite_cancel[T], None, T]":
         try:
             if not self._work.done():
                 self._asyncio_future_blocking = True

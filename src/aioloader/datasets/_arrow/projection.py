@@ -253,7 +253,7 @@ def _ordered(filters: Any) -> Any:
     return filters
 
 
-class Wanted:
+class Projection:
     """The columns and rows to read, and the replacements of NULLs.
 
     A listing starts a table with ``start``, unifies the other files by ``add``, and

@@ -1,6 +1,6 @@
 """Lanes: long-lived tasks on a loop that take jobs, the earliest batch's first.
 
-Samples of several batches are in flight at once: an idle lane takes the next sample,
+Samples of several batches are in flight at once: an idle fetcher takes the next sample,
 whatever its batch. A task per sample would cost ten times as much.
 """
 
@@ -21,18 +21,18 @@ from aioloader._pipeline.batch_task import BatchTask
 _TIMED_EVERY = 8
 # Jobs that start while at most this share of them runs are timed, so many at most.
 _FEW, _MOST_ALONE = 8, 64
-RESERVE = 64  # idle lanes that are kept: fewer would soon be started again
-Job: TypeAlias = Callable[[BatchTask, int], Awaitable[Any]]
+RESERVE = 64  # idle fetchers that are kept: fewer would soon be started again
+FetchJob: TypeAlias = Callable[[BatchTask, int], Awaitable[Any]]
 # Takes when a job began, and whether more jobs wait; returns how many may run.
 Tune: TypeAlias = Callable[[float, bool], int]
 
 
 @dataclass(eq=False, repr=False)
-class Jobs:
+class FetchJobs:
     """The jobs of one batch: one for each of its samples, or one for all."""
 
     task: BatchTask
-    job: Job
+    job: FetchJob
     count: int
     over: asyncio.Future[None]  # resolved at their end
     left: int  # how many have not ended; never 0 once one has failed
@@ -43,14 +43,14 @@ class Jobs:
     found: Any = None  # what the latest one returned
 
 
-class Lanes:
+class FetcherPool:
     """Do jobs, at most ``size`` at a time, on the running loop.
 
     Lanes start on demand. ``tune`` is called after each job to change ``size``.
     """
 
     def __init__(self, size: int, tune: Tune | None = None) -> None:
-        self.reserve = RESERVE  # how many idle lanes are kept; the others end
+        self.reserve = RESERVE  # how many idle fetchers are kept; the others end
         self._loop = asyncio.get_running_loop()
         # Not the context of the code that submits a batch, maybe another library's.
         self._context = contextvars.copy_context()
@@ -60,21 +60,21 @@ class Lanes:
         self._few = max(1, size // _FEW)  # how many that is; 0: enough were timed
         self._running = 0
         self._turns = itertools.count(1)
-        self._queue: list[tuple[int, Jobs]] = []  # sorted
+        self._queue: list[tuple[int, FetchJobs]] = []  # sorted
         self._idle: list[asyncio.Future[None]] = []
-        self._lanes = 0
+        self._fetchers = 0
         # Also some that have ended: a callback for each costs a step of the loop.
         self._tasks: set[asyncio.Task[None]] = set()
         self._most_tasks = RESERVE
         self._is_closed = False
 
-    async def run(self, task: BatchTask, job: Job, count: int) -> Jobs:
+    async def run(self, task: BatchTask, job: FetchJob, count: int) -> FetchJobs:
         """Do ``job`` for the first ``count`` positions of ``task``, and return them.
 
         Raises:
             BaseException: The first one's that fails; the other jobs are dropped.
         """
-        jobs = Jobs(task, job, count, self._loop.create_future(), count)
+        jobs = FetchJobs(task, job, count, self._loop.create_future(), count)
         if count:
             task.turn = task.turn or next(self._turns)  # as at its first run
             insort(self._queue, (task.turn, jobs))
@@ -89,7 +89,7 @@ class Lanes:
         return jobs
 
     def spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
-        """Start a task next to the lanes; it is cancelled with them."""
+        """Start a task next to the fetchers; it is cancelled with them."""
         if self._is_closed:
             work.close()
             return
@@ -108,33 +108,33 @@ class Lanes:
                 task.cancel()
         if tasks:
             asyncio.get_running_loop()  # raises if this is collected after its loop
-            await asyncio.sleep(0)  # idle lanes end; to wait for each costs more
+            await asyncio.sleep(0)  # idle fetchers end; to wait for each costs more
             tasks = [task for task in tasks if not task.done()]
         if tasks:
             await asyncio.wait(tasks)
-        self._tasks.clear()  # cancelled ones refer to these lanes
+        self._tasks.clear()  # cancelled ones refer to these fetchers
         self._queue.clear()
 
     def _rouse(self, jobs: int) -> None:
-        """Wake or start a lane per job, within ``size``."""
+        """Wake or start a fetcher per job, within ``size``."""
         while jobs and self._idle:
             waiting = self._idle.pop()
             if not waiting.done():
                 waiting.set_result(None)
                 jobs -= 1
-        while jobs and self._lanes < self._size:
-            self._lanes += 1
+        while jobs and self._fetchers < self._size:
+            self._fetchers += 1
             jobs -= 1
-            self.spawn(self._run(), "aioloader lane")
+            self.spawn(self._run(), "aioloader fetcher")
 
     async def _run(self) -> None:
-        """Do jobs until there are none; an error ends a batch, not the lane."""
+        """Do jobs until there are none; an error ends a batch, not the fetcher."""
         queue, tune = self._queue, self._tune
         # User code may have swallowed the cancellation, which comes only once.
-        while not self._is_closed and self._lanes <= self._size:
+        while not self._is_closed and self._fetchers <= self._size:
             if not (queue or await self._rest()):
                 break
-            if not queue:  # another lane was faster
+            if not queue:  # another fetcher was faster
                 continue
             jobs = queue[0][1]
             position = jobs.taken
@@ -160,11 +160,11 @@ class Lanes:
                 if not jobs.left:
                     resolve(jobs.over)
             if tune is not None:
-                self._resize(tune(began, bool(queue) and self._lanes >= self._size))
-        self._lanes -= 1
+                self._resize(tune(began, bool(queue) and self._fetchers >= self._size))
+        self._fetchers -= 1
 
     def _note(
-        self, jobs: Jobs, position: int, seconds: float, *, is_alone: bool
+        self, jobs: FetchJobs, position: int, seconds: float, *, is_alone: bool
     ) -> None:
         """Note how long a job took, some for the untimed ones after it too."""
         if not position % _TIMED_EVERY:
@@ -175,7 +175,7 @@ class Lanes:
                 self._few = 0
 
     async def _rest(self) -> bool:
-        """Wait to be woken; return False at once if enough lanes do."""
+        """Wait to be woken; return False at once if enough fetchers do."""
         if len(self._idle) >= self.reserve:
             return False
         waiting = self._loop.create_future()
@@ -183,7 +183,7 @@ class Lanes:
         await waiting
         return True
 
-    def _fail(self, jobs: Jobs, error: BaseException) -> None:
+    def _fail(self, jobs: FetchJobs, error: BaseException) -> None:
         """End the jobs of a batch, unless another one has failed before."""
         if ends_task(error):
             raise error

@@ -9,10 +9,10 @@ from dataclasses import KW_ONLY, dataclass
 from aioloader._base.forks import fork_safe
 from aioloader._pipeline.batch_task import BatchTask
 from aioloader._pipeline.pipeline import Pipeline, Pool
-from aioloader._pipeline.ready import Pump
+from aioloader._pipeline.ready import ResultReader
 
 
-class LastingPool(Pool, Pump):
+class LastingPool(Pool, ResultReader):
     """Workers that may outlive an iteration; each has a lease on them."""
 
     @abc.abstractmethod
@@ -29,7 +29,7 @@ class LastingPool(Pool, Pump):
 
 
 @dataclass(eq=False, repr=False)
-class Lease(Pool):
+class PoolHandle(Pool):
     """One iteration's hold on workers that may outlive it.
 
     Once they have started, the pipeline's calls go to them directly.
@@ -65,7 +65,7 @@ class Lease(Pool):
             self.explain = pool.explain  # type: ignore[method-assign]
             self.pumps = pool.pumps
             if self.pumps and not self._is_over:
-                pipeline.ready.pump = pool
+                pipeline.ready.result_reader = pool
             if not self.keep:
                 # If anybody waits for their end, they are joined before this runs.
                 weakref.finalize(self, pool.close)
