@@ -20,7 +20,7 @@ from aioloader._base.records import BatchTimes
 from aioloader._pipeline.batch_maker import BatchMaker
 from aioloader._pipeline.batch_task import BatchResult, BatchTask
 from aioloader._pipeline.pipeline import Pipeline
-from aioloader._transport.codec import Buffers, decode, encode, encode_for_others
+from aioloader._transport.codec import Buffers, decode, encode, encode_portable
 from aioloader._transport.slots import MIN_BYTES, Allocator
 from aioloader._workers.reducers import REDUCERS
 from aioloader._workers.worker_spec import WorkerSpec
@@ -42,7 +42,7 @@ def pack_request(pipeline: Pipeline, task: BatchTask) -> tuple[bytes, Buffers]:
     fields = task.number, task.indices, task.key, task.sample_keys, task.padding
     epochs = pipeline.maker.epoch, pipeline.maker.dataset_epoch
     values = epochs, *fields, task.samples
-    return encode_for_others(values, REDUCERS)
+    return encode_portable(values, REDUCERS)
 
 
 def open_request(maker: BatchMaker, request: PackedTask) -> BatchTask:

@@ -33,7 +33,7 @@ from aioloader._pipeline.lifespan import Lifespan
 from aioloader._pipeline.pipeline import Pipeline
 from aioloader._pipeline.runner import GRACE, Runners
 from aioloader._pipeline.stream import StreamBatcher
-from aioloader._transport.arena import PLACES, ArenaReader, ArenaWriter
+from aioloader._transport.arena import MAX_IN_FLIGHT, ArenaReader, ArenaWriter
 from aioloader._transport.channel import Channel, write_small
 from aioloader._transport.codec import decode
 from aioloader._workers.info import SEEDS
@@ -361,7 +361,7 @@ class _Server:
     def __init__(self, endpoint: Endpoint) -> None:
         spec = endpoint.spec
         self._endpoint = endpoint
-        self._size = max(1, min(PLACES, spec.window))
+        self._size = max(1, min(MAX_IN_FLIGHT, spec.window))
         self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
         for place in range(self._size):
             self._free.put(place)
