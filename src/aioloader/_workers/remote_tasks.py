@@ -34,7 +34,9 @@ PackedTask: TypeAlias = tuple[bytes, list[Any]]
 
 def maker_of(spec: WorkerSpec, **options: Any) -> BatchMaker:
     """Return the batch maker of a worker; ``options`` say how it seeds, and where."""
-    return BatchMaker(**spec.given(), policy=FailurePolicy(spec.on_error), **options)
+    return BatchMaker(
+        **spec.arguments(), policy=FailurePolicy(spec.on_error), **options
+    )
 
 
 def pack_request(pipeline: Pipeline, task: BatchTask) -> tuple[bytes, Buffers]:
@@ -53,7 +55,7 @@ def open_request(maker: BatchMaker, request: PackedTask) -> BatchTask:
     epochs, *fields = decode(*copied(request, maker.lease))
     task = BatchTask(*fields)
     try:
-        maker.begin(*epochs)
+        maker.begin_epoch(*epochs)
     except BaseException as error:  # of user code; handed to the consumer
         task.result = BatchResult(error=error)
     return task
@@ -129,7 +131,7 @@ def refused(
     worker: int,
 ) -> BatchResult:
     """Return what is sent instead of a result whose pickling has raised ``error``."""
-    error.add_note(f"aioloader: {maker.place('send', task)}")
+    error.add_note(f"aioloader: {maker.stage_note('send', task)}")
     problem: Any = RemoteError.of(error, worker)
     refusal = BatchResult(error=problem, state=task.state)
     refusal.attempted, refusal.failures = result.attempted, result.failures

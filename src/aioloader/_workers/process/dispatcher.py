@@ -18,7 +18,7 @@ from typing import Any
 
 from aioloader._base.failures import Failure
 from aioloader._pipeline.batch_task import BatchResult, BatchTask
-from aioloader._pipeline.pipeline import HOP, Pipeline
+from aioloader._pipeline.pipeline import RUN_SECONDS, Pipeline
 from aioloader._transport.arena import ArenaWriter, SlotRef
 from aioloader._transport.channel import NO_WAIT, Channel
 from aioloader._transport.codec import encode, encode_portable
@@ -277,7 +277,7 @@ class Dispatcher:
         task.samples = []
         if made[4]:
             # More are requested only of those that fit into the frame, and the socket.
-            share = HOP * (len(frame) / WAITING_BYTES if slot is None else 1)
+            share = RUN_SECONDS * (len(frame) / WAITING_BYTES if slot is None else 1)
             ticket.pipeline.note_pace(max(share, made[4] - made[0]), 1)
         ticket.pipeline.receive(task, result, failures)
         return None

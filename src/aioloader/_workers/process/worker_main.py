@@ -139,7 +139,7 @@ class Endpoint(abc.ABC):
         task = BatchTask(*request.asked)
         task.again = request.again
         try:
-            self.maker.begin(*request.epochs)
+            self.maker.begin_epoch(*request.epochs)
             if not self._is_restored:
                 self._restore(request.resume)
         except BaseException as error:  # of user code; handed to the consumer
@@ -342,7 +342,7 @@ def _serve_sync(endpoint: Endpoint) -> None:
                 result = task.result or maker.make(task, read, enter)
                 if isinstance(result.error, (KeyboardInterrupt, SystemExit)):
                     raise result.error  # it ends a worker, as in torch
-                endpoint.answer(task, request.ticket, 0, maker.leave(task, result))
+                endpoint.answer(task, request.ticket, 0, maker.add_state(task, result))
         finally:
             for stream in streams.values():
                 stream.close()
