@@ -46,9 +46,9 @@ if TYPE_CHECKING:
 # has at most so many, and fewer while only an earlier epoch's pace is known.
 RUN_SECONDS = 0.002
 _MAX_PER_RUN, _MAX_FIRST_RUN = 256, 16
-# How long coroutines read only the first batch, unless the consumer requests more: in
-# seconds, and then in turns of the loop, which are long when it is busy. An iteration
-# may end with its first batch, as in a server that makes one loader per request.
+# How long coroutines read only the first batch, unless the consumer requests more:
+# seconds, then turns of the loop, which are long when it is busy. An iteration may end
+# with its first batch, as in a server that makes one loader per request.
 _HEAD_START = 0.001
 _HEAD_START_TURNS = 8
 # After how many seconds the loop's lag is measured: shorter iterations show none.

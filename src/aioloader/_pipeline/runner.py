@@ -43,6 +43,7 @@ from aioloader.protocols import own_datasets
 # Seconds that a close waits for user code that does not return.
 GRACE = 10.0
 _NAME = "aioloader pipeline"  # of an iteration's task
+_LOOP_ENDED = "the event loop of the loader has ended; iterate again"
 # Acts on a pipeline, if any; sets the latch when its lease was returned.
 RunnerStep: TypeAlias = Callable[[Any, Latch], None]
 RunnerPlace: TypeAlias = (
@@ -239,8 +240,8 @@ class Runner:
             self._leases -= pipeline is None or pipeline in self._pipelines
             if pipeline is not None:
                 self._pipelines.discard(pipeline)
-            self.is_closing = self.is_closing or self.is_released()
-            return self.is_released()
+            self.is_closing = self.is_closing or not self._leases
+            return not self._leases
 
 
 def later_error(error: BaseException) -> LoaderClosedError:
@@ -256,7 +257,7 @@ def later_error(error: BaseException) -> LoaderClosedError:
 
 
 def loop_ended() -> LoaderClosedError:
-    return LoaderClosedError("the event loop of the loader has ended; iterate again")
+    return LoaderClosedError(_LOOP_ENDED)
 
 
 class CallerRunner(Runner):
@@ -482,7 +483,7 @@ class LoopRunner(Runner):
 
     def _finish(self, _task: asyncio.Task[None] | None = None) -> None:
         """Release everything: the loop, or the task that serves on it, has ended."""
-        self._fail_all(loop_ended())
+        self._fail_all(LoaderClosedError(_LOOP_ENDED))
         self._waiting.clear()
         for pipeline in list(self._pipelines):
             pipeline.release_workers()
