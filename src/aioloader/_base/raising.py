@@ -44,7 +44,7 @@ def ends_task(error: BaseException) -> bool:
     return task is not None and task.cancelling() > 0
 
 
-class StateError:
+class FailedState:
     """An error of a user's ``state_dict``, in place of the state.
 
     It is raised only where the state is used; a pickle keeps its text.
@@ -55,23 +55,23 @@ class StateError:
 
     def __reduce__(self) -> Any:
         text = "".join(traceback.format_exception_only(self.error)).strip()
-        return StateError, (RuntimeError(text),)
+        return FailedState, (RuntimeError(text),)
 
 
 def saved_state(part: Any) -> Any:
-    """Return a copy of a user object's state, or a ``StateError``."""
+    """Return a copy of a user object's state, or a ``FailedState``."""
     try:
         return copy.deepcopy(part.state_dict())
     except (Exception, *STOPS) as error:
         name = type(part).__name__
         error.add_note(f"aioloader: in the state_dict() of {name}")
         # No variable holds the result: its traceback has this frame.
-        return StateError(raisable(error, name))
+        return FailedState(raisable(error, name))
 
 
 def usable(state: Any) -> Any:
-    """Return a state; raise the error if it is a ``StateError``."""
-    if isinstance(state, StateError):
+    """Return a state; raise the error if it is a ``FailedState``."""
+    if isinstance(state, FailedState):
         raise state.error
     return state
 
