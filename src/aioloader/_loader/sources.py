@@ -433,7 +433,7 @@ def _spec(
     most = max(per_worker, _MOST_PER_WORKER) if is_open else per_worker
     given = {"dataset": read, "transform": transform, "reads": reads}
     return WorkerSpec(
-        **(maker.arguments() | given),
+        **(maker.kwargs() | given),
         num_workers=options.num_workers,
         base_seed=epoch.base_seed,
         rng=options.rng or "batch",

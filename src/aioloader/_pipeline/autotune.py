@@ -53,10 +53,7 @@ class _Trial(NamedTuple):
 
 
 class Controller:
-    """Choose one number within bounds.
-
-    Methods return a decision as a line for a log, or None.
-    """
+    """Choose one number within bounds; methods return a decision as a log line."""
 
     def __init__(self, name: str, start: int, least: int, most: int) -> None:
         self.name = name

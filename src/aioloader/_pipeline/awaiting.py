@@ -36,11 +36,7 @@ def run_now(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 def user_error(error: BaseException, source: str) -> BaseException:
-    """Return the error to raise for ``error`` of a user's coroutine.
-
-    Raises:
-        BaseException: ``error``, if it ends this task.
-    """
+    """Return the error to report for a user's one; raise one that ends this task."""
     if ends_task(error):
         raise error
     return raisable(error, source)
@@ -76,10 +72,8 @@ class SideLoop:
     def resolve(self, values: Iterable[Any], limit: int) -> list[Any]:
         """Block until all values are awaited, ``limit`` at a time; return the results.
 
-        A failed one is returned as ``FailedSample``.
-
-        Raises:
-            LoaderClosedError: If this is closed meanwhile, which cancels the awaiting.
+        A failed one is returned as ``FailedSample``. If this is closed meanwhile, the
+        awaiting is cancelled, and ``LoaderClosedError`` is raised.
         """
         with self._lock:
             if self.is_closed:

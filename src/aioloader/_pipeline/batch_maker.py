@@ -112,7 +112,7 @@ class Recipe:
         is_on_loop = self.reads_async or self.kind is Kind.ASYNC_ITERABLE
         self.is_plain = not (is_on_loop or self.transforms_async or self.collates_async)
 
-    def arguments(self) -> dict[str, Any]:
+    def kwargs(self) -> dict[str, Any]:
         """Return the arguments of a ``Recipe``, for its subclasses."""
         names = [argument.name for argument in fields(Recipe) if argument.init]
         return {name: getattr(self, name) for name in names}
@@ -341,8 +341,7 @@ class BatchMaker(Recipe):
     def is_quick(self, task: BatchTask) -> bool:
         """Tell whether collating ``task`` takes only a fraction of a millisecond.
 
-        That is true of a few small samples under torch's own rules, and of columns that
-        say so. Such a batch is collated on the event loop: a thread would cost more.
+        Such a batch is collated on the event loop: a thread would cost more.
         """
         samples = task.samples
         if self.transform is not None:
@@ -352,11 +351,7 @@ class BatchMaker(Recipe):
         return collates_quickly(self.collate_fn, samples)
 
     def _kept_samples(self, task: BatchTask) -> Any:
-        """Return the samples that were not skipped; ``SKIP`` if all were.
-
-        Raises:
-            FailureBudgetError: If all were, but other ranks have this batch and wait.
-        """
+        """Return the samples that were not skipped; ``SKIP`` if all were."""
         task.stage, task.transformed = "collate", perf_counter()
         samples, is_empty = task.samples, False
         if type(samples) is list and (self.policy.count or not self.reads):
@@ -405,8 +400,7 @@ class BatchMaker(Recipe):
             task: The batch; its reads and transforms come before those of later ones.
             fetchers: Run the coroutines of its samples.
             call: Awaits plain code in a thread.
-            read: Reads its samples there; None if coroutines read them, or ``task`` has
-                them.
+            read: Reads its samples there; None: coroutines do, or ``task`` has them.
 
         Returns:
             The result, which may be an error; None: the rest is plain, for ``make``.

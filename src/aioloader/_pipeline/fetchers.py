@@ -72,8 +72,7 @@ class FetcherPool:
     async def run(self, task: BatchTask, job: FetchJob, count: int) -> FetchJobs:
         """Run ``job`` for the first ``count`` positions of ``task``.
 
-        Raises:
-            BaseException: The first job's that fails; those in the queue are dropped.
+        Raise the first error; jobs in the queue are then dropped.
         """
         jobs = FetchJobs(task, job, count, self._loop.create_future(), count)
         if count:

@@ -73,10 +73,7 @@ class InlineFeed(Feed):
 
 
 class GatherFeed(Feed):
-    """Gather each batch of strided CPU tensors by an index tensor or a range.
-
-    That is quick enough for an async consumer's loop.
-    """
+    """Gather each batch of strided CPU tensors; quick enough for an event loop."""
 
     _as_lists = False
 

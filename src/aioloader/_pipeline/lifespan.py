@@ -45,11 +45,7 @@ class Lifespan:
         self._loop_stack = contextlib.AsyncExitStack()
 
     def enter(self) -> None:
-        """Enter in this thread, without an event loop.
-
-        Raises:
-            TypeError: If ``lifespan`` returns anything but a plain context manager.
-        """
+        """Enter a plain context manager in this thread, which has no event loop."""
         if self._make is None:
             return
         try:
@@ -65,11 +61,7 @@ class Lifespan:
             raise _noted(error, "leaving")  # noqa: B904  (it keeps its cause)
 
     async def enter_async(self, thread: Executor) -> None:
-        """Enter on this loop, or a plain manager in ``thread`` if plain code reads.
-
-        Raises:
-            TypeError: If ``lifespan`` returns no context manager.
-        """
+        """Enter on this loop, or a plain manager in ``thread`` if plain code reads."""
         make = self._make
         manager: Any = None
         try:

@@ -262,7 +262,7 @@ def _sleep() -> float:
 
 
 def _running(thread: int) -> CodeType | None:
-    """Return the code of a thread's innermost coroutine outside of this package.
+    """Return a thread's innermost coroutine outside this package.
 
     The user's own code is preferred to a library that it calls.
     """

@@ -284,10 +284,7 @@ class Pipeline:
             self.fail(error)
 
     def end(self) -> None:
-        """Release everything this pipeline holds, and end ``main``, if it runs.
-
-        Runs on the runner's thread.
-        """
+        """Release everything this pipeline holds, in the runner's thread; end ``main``."""
         self._closing.set()
         self._arriving.clear()
         pool = self.pool
@@ -413,11 +410,7 @@ class Pipeline:
         return await in_thread(work, executor=self.runner.cpu, abandon_on_cancel=True)
 
     def pause(self, seconds: float) -> None:
-        """Sleep in a thread between attempts.
-
-        Raises:
-            LoaderClosedError: If the pipeline closes meanwhile.
-        """
+        """Sleep in a thread between attempts; raise an error if this is closed."""
         if self._no_more_pauses.wait(seconds):
             raise iterator_closed()
 

@@ -142,11 +142,7 @@ class Feed(abc.ABC):
     def _accept(
         self, number: int, result: "BatchResult", asked: float, taken: float
     ) -> bool:
-        """Process the result of a request; return whether it is a batch to deliver.
-
-        Raises:
-            BaseException: The error of a request that failed.
-        """
+        """Process a request's result: return whether it is a batch; raise its error."""
         progress, state, error = self._progress, result.state, result.error
         is_wanted = number not in self._dropped
         if result.dataset is not None:

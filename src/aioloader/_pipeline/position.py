@@ -97,38 +97,28 @@ def _are_equal(a: Any, b: Any) -> bool:
 
 
 class StreamPosition:
-    """The position of one stream that is being read.
-
-    Args:
-        resume: Where to start; None: at the beginning.
-
-    Attributes:
-        read: Samples read so far, by all ranks that read the same stream.
-        to_skip: Samples that must be read and dropped first.
-        repeats_from: Where repeated samples continue, if there were any.
-        has_ended: Whether the stream had ended where it is resumed.
-        is_own: Whether the dataset is one of aioloader's streams.
-        last_epoch: Samples of the previous epoch, if this one resumes at its start.
-    """
+    """The position of one stream that is being read; ``resume`` says where to start."""
 
     def __init__(
         self, dataset: Any, resume: StreamState | None, loads: StateLoads
     ) -> None:
         self._dataset = dataset
-        self.is_own = isinstance(dataset, OwnStream)
+        self.is_own = isinstance(dataset, OwnStream)  # one of aioloader's streams
         self._loads = loads
         resume = resume or {}
         is_next = self._is_next = "is_over" in resume
         self._resumes = bool(resume) and not is_next
+        # Samples of the previous epoch, if this one resumes at its start.
         self.last_epoch: int = resume.get("read", 0) if is_next else 0
         if resume.get("is_over"):
             # Only a state that outlives an epoch applies to the next one.
             name = "iterator" if "is_dataset" in resume else "dataset"
             resume = {"dataset": resume[name]} if name in resume else {}
         self._resume = resume
-        self.read: int = resume.get("read", 0)
-        self.has_ended = bool(resume.get("ended"))
+        self.read: int = resume.get("read", 0)  # samples, by all ranks of this stream
+        self.has_ended = bool(resume.get("ended"))  # where it is resumed
         self.repeats_from: StreamState | None = resume.get("again")
+        # Samples that must be read and dropped first.
         self.to_skip: int = 0 if self.has_ended else resume.get("skip", 0)
         # Objects with a state, by "dataset" and "iterator"; known once it is open.
         self._stateful: dict[str, Any] = {}
@@ -171,10 +161,7 @@ class StreamPosition:
         return bool(self._stateful)
 
     def must_reopen(self, *, is_empty: bool) -> bool:
-        """Tell whether the dataset has started from a state of another epoch.
-
-        Called after the first sample, or at the end if the epoch ``is_empty``.
-        """
+        """Tell by the first sample whether the epoch has started from a wrong state."""
         if self._resumes:
             self._loads.note_resumed(self._dataset)
             return False

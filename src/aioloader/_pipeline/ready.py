@@ -37,10 +37,7 @@ class ResultReader:
 
 
 class ReadyQueue(Waiters):
-    """The results of one iteration, by number from ``start``, or as they complete.
-
-    Numbers in ``without`` are never put.
-    """
+    """The results of one iteration, by number or as they complete."""
 
     def __init__(
         self, *, in_order: bool, start: int = 0, without: frozenset[int] = frozenset()
@@ -49,7 +46,7 @@ class ReadyQueue(Waiters):
         self.result_reader: ResultReader | None = None
         self._in_order = in_order
         self._next = start
-        self._without = without
+        self._without = without  # numbers that are never put
         self._early: dict[int, BatchResult] = {}  # waiting for an earlier number
         self._items: deque[tuple[int, BatchResult]] = deque()
         self._error: BaseException | None = None
@@ -100,11 +97,7 @@ class ReadyQueue(Waiters):
         self.wake()
 
     def pop_nowait(self) -> tuple[int, BatchResult] | None:
-        """Take the next item, or None if there is none yet.
-
-        Raises:
-            BaseException: The error given to ``fail``, once no item is left.
-        """
+        """Take the next item, or None; raise ``fail``'s error once none is left."""
         if self.result_reader is not None and not self._items:
             self.collect()
         try:

@@ -245,9 +245,9 @@ class Runner:
 
 
 def later_error(error: BaseException) -> LoaderClosedError:
-    """Return the error to raise after ``error`` was raised once.
+    """Return the error for pipelines after ``error`` was raised once.
 
-    Frames of the original's traceback may hold this runner's pipelines.
+    The frames of its traceback may hold pipelines.
     """
     if isinstance(error, LoaderClosedError):
         return error

@@ -214,16 +214,13 @@ class ArenaWriter(_Side):
 
 
 class ArenaReader(_Side):
-    """The loader's side, which reads in place and frees slots of dropped batches.
-
-    ``locker`` page-locks slots when they are first leased.
-    """
+    """The loader's side: reads in place, and frees the slots of dropped batches."""
 
     def __init__(
         self, descriptor: int | None = None, *, locker: Locker | None = None
     ) -> None:
         super().__init__(descriptor)
-        self._locker = locker
+        self._locker = locker  # page-locks slots when they are first leased
         self._locked: dict[int, SlotRef] = {}
         self._segments: list[tuple[int, LockableMap]] = []  # first byte, and mapping
         self._pid = os.getpid()

@@ -40,9 +40,6 @@ def encode(
 
     It accepts the same objects as a ``multiprocessing`` queue. ``reducers`` are by
     exact type; buffers of less than ``min_bytes`` stay in the header.
-
-    Raises:
-        Exception: Any error of pickling it by value.
     """
     known = ForkingPickler._extra_reducers  # type: ignore[attr-defined]  # noqa: SLF001  (torch's are there)
     try:

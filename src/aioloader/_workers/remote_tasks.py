@@ -34,9 +34,7 @@ PackedTask: TypeAlias = tuple[bytes, list[Any]]
 
 def maker_of(spec: WorkerSpec, **options: Any) -> BatchMaker:
     """Return the batch maker of a worker; ``options`` say how it seeds, and where."""
-    return BatchMaker(
-        **spec.arguments(), policy=FailurePolicy(spec.on_error), **options
-    )
+    return BatchMaker(**spec.kwargs(), policy=FailurePolicy(spec.on_error), **options)
 
 
 def pack_request(pipeline: Pipeline, task: BatchTask) -> tuple[bytes, Buffers]:
