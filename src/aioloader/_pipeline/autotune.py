@@ -150,7 +150,7 @@ class Controller:
         return self._set(after, f"{words}; still less is tried")
 
     def _halve_for_failures(self, seen: Observation) -> str | None:
-        """Try half the value, in case it is too large for the store."""
+        """Halve the value, which may cause the failures."""
         self._end_doubling(self.value // 2)
         if self.value == self.least:
             self._usual_failures = seen.failures

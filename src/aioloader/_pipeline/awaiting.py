@@ -1,4 +1,4 @@
-"""Run awaitables from plain code, and treat the errors of user code."""
+"""Helpers to run awaitables from plain code, and for errors of user code."""
 
 import asyncio
 import concurrent.futures
@@ -36,7 +36,7 @@ def run_now(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 def user_error(error: BaseException, source: str) -> BaseException:
-    """Return the error to report for a user's one; raise one that ends this task."""
+    """Return the error to report for ``error``; raise it now if it ends this task."""
     if ends_task(error):
         raise error
     return raisable(error, source)

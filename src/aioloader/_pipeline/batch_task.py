@@ -60,14 +60,14 @@ class BatchTask:
     # These and ``spent``: as in ``BatchTimes``.
     began = read = started = transformed = collated = busy = 0.0
     spent: RunTimes = field(default=_NO_TIMES, init=False)
-    again: bool = field(default=False, init=False)  # padding: a stream's beginning
+    again: bool = field(default=False, init=False)  # repeats a stream's beginning
 
     @property
     def size(self) -> int:
         return len(self.indices) - self.missing
 
     def made(self) -> BatchTimes:
-        """Return when it was made; later steps are 0."""
+        """Return the times of its steps; those still to come are 0."""
         started = self.started or self.transformed  # without a transform
         times = self.began, self.read, started, self.transformed, self.collated
         return *times, self.busy, *self.spent
@@ -91,7 +91,7 @@ class Window:
     """How many batches may be in flight."""
 
     batches: int  # with ``samples``, on top of the batches for these
-    samples: int = 0  # to have in flight, whatever the batch sizes; 0: no such rule
+    samples: int = 0  # to have in flight, in batches of any size; 0: count batches
     is_lazy: bool = False  # whether a batch only starts while its consumer waits for it
     runs: bool = False  # whether fast batches are requested in runs (``RUN_SECONDS``)
     most: int = sys.maxsize  # upper limit on batches in flight

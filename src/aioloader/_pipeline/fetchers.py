@@ -19,8 +19,8 @@ from aioloader._pipeline.batch_task import BatchTask
 
 # One in this many samples of a batch is timed.
 _TIMED_EVERY = 8
-# Jobs that start while at most one in this many fetchers is busy are timed, too, until
-# so many were.
+# Also timed are jobs that start while at most one in this many fetchers is busy; at
+# most so many.
 _FEW, _MAX_ALONE = 8, 64
 RESERVE = 64  # idle fetchers that are kept: fewer would soon be started again
 FetchJob: TypeAlias = Callable[[BatchTask, int], Awaitable[Any]]

@@ -72,7 +72,7 @@ class PoolHandle(Pool):
                     pool.end()
 
     def submit(self, pipeline: Pipeline, task: BatchTask) -> None:
-        """Drop a task: the workers failed to start, and so did the pipeline."""
+        """Drop a task: the workers failed to start, so the pipeline has failed."""
 
     def explain(self, task: BatchTask) -> str:  # noqa: ARG002  (a pool's)
         return "waits for the workers to start"

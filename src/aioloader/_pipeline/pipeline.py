@@ -284,7 +284,7 @@ class Pipeline:
             self.fail(error)
 
     def end(self) -> None:
-        """Release everything this pipeline holds, in the runner's thread; end ``main``."""
+        """Release all that this holds, in the runner's thread, and end ``main``."""
         self._closing.set()
         self._arriving.clear()
         pool = self.pool

@@ -146,7 +146,7 @@ class StreamPosition:
             # The dataset loads its state, and the next iterator starts there.
             self._stateful = {"dataset": iterator}
             if self.read:
-                # A state from another number of ranks counts another rank's samples.
+                # The state may be from another number of ranks, with another count.
                 self.read = self._read_at_state = iterator.at
         else:
             parts = {"iterator": iterator}

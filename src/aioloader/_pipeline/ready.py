@@ -140,8 +140,8 @@ class ReadyQueue(Waiters):
         """Return how many results wait for one with an earlier number."""
         return len(self._early)
 
-    # The loop's readers and polls hold this queue, and not the result reader: frames of
-    # a traceback may hold them for long.
+    # Callers use these, not the result reader itself: frames of a traceback may hold
+    # the queue, but must not hold the workers.
 
     def descriptors(self) -> Sequence[int]:
         """Do as ``ResultReader.descriptors``."""

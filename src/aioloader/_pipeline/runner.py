@@ -224,7 +224,7 @@ class Runner:
         self.cpu.stop(self.closed.set)
 
     def _fail_all(self, error: BaseException, *, is_known: bool = False) -> None:
-        """Fail all pipelines, also later ones; ``is_known``: it was raised before."""
+        """Fail all pipelines, also later ones; ``is_known``: it is raised elsewhere."""
         with self._lock:
             pipelines = list(self._pipelines)
             is_known = is_known or bool(pipelines)

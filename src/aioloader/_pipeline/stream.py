@@ -76,7 +76,7 @@ class StreamBatcher:
         run_now(self.pull_async(task))
 
     def take(self, tasks: deque[BatchTask]) -> deque[BatchTask]:
-        """Pop the tasks whose samples were read with an earlier batch's, with these."""
+        """Pop and fill the tasks whose samples were read with an earlier batch."""
         began, source = perf_counter(), self._simple_source(tasks[0])
         taken = deque[BatchTask]()
         if source is not None and self._position.is_own:

@@ -229,7 +229,7 @@ class ArenaReader(_Side):
     def lease(self, ref: SlotRef, nbytes: int) -> Slot:
         """Return the first ``nbytes`` of a slot that the writer sent.
 
-        The array or a ``memoryview`` of it keeps the slot; a numpy view alone does not.
+        The slot is freed with the last array, tensor or ``memoryview`` over them.
         """
         first, memory = self._segment_of(ref)
         if self._locker is not None and ref.number not in self._locked:

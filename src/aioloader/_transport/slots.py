@@ -20,8 +20,8 @@ import numpy as np
 class Slot(np.ndarray[Any, np.dtype[np.uint8]]):
     """Bytes that live as long as an array or a tensor over them.
 
-    A subclass, because numpy's views skip bases of their own type: a view of a plain
-    array would keep the mapping instead of the slot.
+    A subclass, because a numpy view of a view refers to the last array of its own type:
+    that must not be one below the slot.
     """
 
 
@@ -77,9 +77,8 @@ class SlotPool:
     def lease(self, nbytes: int) -> Slot:
         """Return memory for one batch: uint8, aligned to a page, not zeroed.
 
-        It is in use while the slot, an ``np.ndarray(shape, dtype, slot)`` or a
-        ``torch.frombuffer`` of it, or a view of these, is alive; slices of the slot do
-        not keep it.
+        It is in use while the slot, or any array, tensor or ``memoryview`` over it, is
+        alive.
         """
         size = rounded(nbytes)
         free = self._free.get(size)
@@ -101,7 +100,7 @@ class SlotPool:
         return slot
 
     def _drop_surplus(self) -> None:
-        """Unmap free memory above the limit, the sizes that were used first first."""
+        """Unmap free memory above the limit, the oldest sizes first."""
         sizes = list(self._free.items())  # other threads add to it
         surplus = sum(size * len(free) for size, free in sizes) - _MAX_FREE_BYTES
         for size, free in sizes:
