@@ -459,9 +459,10 @@ class _BlockSource:
         limit = min(limit, self._max_block)
         block, has_ended = self.rest or await self._pull(limit, more)
         self.rest = None
-        types = [*map(type, block)] if self.is_own and isinstance(block, list) else []
-        if FailedSample in types:
-            stop = 1 + types.index(FailedSample)
+        is_list = self.is_own and isinstance(block, list)
+        if is_list and FailedSample in set(map(type, block)):
+            kinds = enumerate(map(type, block), 1)
+            stop = next(count for count, kind in kinds if kind is FailedSample)
             if stop < len(block):
                 self.rest, has_ended = (block[stop:], has_ended), False
                 block = block[:stop]
