@@ -1,4 +1,4 @@
-"""Context variables: the user's code sees those of the consumer that it works for."""
+"""User code sees the context variables of its consumer."""
 
 import asyncio
 import contextvars
@@ -19,18 +19,18 @@ WHO: contextvars.ContextVar[str] = contextvars.ContextVar("WHO", default="nobody
 
 
 def who(_: Any = None) -> str:
-    """Say for whom this runs."""
+    """Return the name of the consumer in this context."""
     return WHO.get()
 
 
 async def who_async(_: Any = None) -> str:
-    """Say for whom this runs."""
+    """Return the name of the consumer in this context."""
     await asyncio.sleep(0)
     return WHO.get()
 
 
 class Sync(SyncMap):
-    """Samples say for whom they are read."""
+    """Samples are the name of their consumer."""
 
     def __getitem__(self, index: int) -> Any:
         return who()
@@ -78,57 +78,57 @@ CASES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
 
 
 def loader_of(case: str, way: str) -> DataLoader[Any]:
-    """Return a loader whose batches say for whom they were made."""
+    """Return a loader whose batches hold the name of their consumer."""
     dataset, options = CASES[case]
     return make(way, dataset(), **options)
 
 
 def names(batches: list[Any]) -> set[str]:
-    """Return for whom these batches were made."""
-    return {name for one in batches for name in ([one] if type(one) is str else one)}
+    """Return all names in these batches."""
+    return {name for b in batches for name in ([b] if type(b) is str else b)}
 
 
 async def consume(name: str, loader: DataLoader[Any]) -> tuple[str, set[str]]:
-    """Iterate as a request does: in a task, thus in a context."""
+    """Iterate in a task, which has its own context, as a request does."""
     WHO.set(name)
-    found = []
+    batches = []
     async for batch in loader:
-        found.append(batch)
+        batches.append(batch)
         await asyncio.sleep(0)
-    return name, names(found)
+    return name, names(batches)
 
 
 @pytest.mark.parametrize("way", ASYNC_WAYS)
 @pytest.mark.parametrize("case", CASES)
-async def test_two_consumers_at_once(case: str, way: str) -> None:
-    """Of one loader that the service shares, kept open."""
+async def test_concurrent_consumers_see_their_own_contexts(case: str, way: str) -> None:
+    """They share one open loader."""
     people = ["ann", "bob", "cem"]
     async with loader_of(case, way) as loader:
         for _ in range(2):
             tasks = [asyncio.create_task(consume(name, loader)) for name in people]
-            found = await bounded(asyncio.gather(*tasks))
-            assert found == [(name, {name}) for name in people]
+            results = await bounded(asyncio.gather(*tasks))
+            assert results == [(name, {name}) for name in people]
 
 
 @pytest.mark.parametrize("case", CASES)
-async def test_one_consumer_after_the_other(case: str) -> None:
-    """By plain loops, each in a context."""
+async def test_successive_consumers_see_their_own_contexts(case: str) -> None:
+    """Each iterates by ``for``, in its own context."""
 
     def work() -> list[set[str]]:
-        found = []
+        seen = []
         with loader_of(case, "for") as loader:
             for name in ("ann", "bob"):
                 context = contextvars.copy_context()
                 context.run(WHO.set, name)
-                found.append(names(context.run(list, loader)))
-        return found
+                seen.append(names(context.run(list, loader)))
+        return seen
 
     assert await beside(work) == [{"ann"}, {"bob"}]
 
 
 @pytest.mark.parametrize("way", ASYNC_WAYS)
-async def test_what_user_code_sets_stays_in_it(way: str) -> None:
-    """Not in the consumer's context, nor in another iteration's."""
+async def test_variables_that_user_code_sets_do_not_leak(way: str) -> None:
+    """Neither into the consumer's context nor into another iteration's."""
 
     def set_other(sample: Any) -> Any:
         seen = WHO.get()
