@@ -51,7 +51,7 @@ class Record:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Slotted:
-    """One without a dictionary."""
+    """A data class without a ``__dict__``."""
 
     value: Any
 

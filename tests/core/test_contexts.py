@@ -15,32 +15,32 @@ from samples import AsyncMap, SyncMap, collect
 
 pytestmark = pytest.mark.slow
 
-WHO: contextvars.ContextVar[str] = contextvars.ContextVar("WHO", default="nobody")
+NAME: contextvars.ContextVar[str] = contextvars.ContextVar("NAME", default="nobody")
 
 
-def who(_: Any = None) -> str:
+def consumer(_: Any = None) -> str:
     """Return the name of the consumer in this context."""
-    return WHO.get()
+    return NAME.get()
 
 
-async def who_async(_: Any = None) -> str:
+async def consumer_async(_: Any = None) -> str:
     """Return the name of the consumer in this context."""
     await asyncio.sleep(0)
-    return WHO.get()
+    return NAME.get()
 
 
 class Sync(SyncMap):
     """Samples are the name of their consumer."""
 
     def __getitem__(self, index: int) -> Any:
-        return who()
+        return consumer()
 
 
 class Async(AsyncMap):
     """The same, on a loop."""
 
     async def __getitem__(self, index: int) -> Any:
-        return await who_async()
+        return await consumer_async()
 
 
 class Stream(IterableDataset[str]):
@@ -48,7 +48,7 @@ class Stream(IterableDataset[str]):
 
     def __iter__(self) -> Any:
         for _ in range(20):
-            yield who()
+            yield consumer()
 
 
 class AsyncStream:
@@ -56,7 +56,7 @@ class AsyncStream:
 
     async def __aiter__(self) -> Any:
         for _ in range(20):
-            yield await who_async()
+            yield await consumer_async()
 
 
 CASES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
@@ -64,16 +64,16 @@ CASES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "async dataset": (Async, IN_PROCESS),
     "stream": (Stream, IN_PROCESS),
     "async stream": (AsyncStream, IN_PROCESS),
-    "transform": (SyncMap, {"transform": who}),
-    "transform of async samples": (AsyncMap, {"transform": who}),
-    "async transform": (SyncMap, {"transform": who_async}),
-    "collate": (SyncMap, {"collate_fn": who}),
-    "collate of async samples": (AsyncMap, {"collate_fn": who}),
-    "async collate": (AsyncMap, {"collate_fn": who_async}),
+    "transform": (SyncMap, {"transform": consumer}),
+    "transform of async samples": (AsyncMap, {"transform": consumer}),
+    "async transform": (SyncMap, {"transform": consumer_async}),
+    "collate": (SyncMap, {"collate_fn": consumer}),
+    "collate of async samples": (AsyncMap, {"collate_fn": consumer}),
+    "async collate": (AsyncMap, {"collate_fn": consumer_async}),
     "dataset in threads": (Sync, THREADS),
-    "transform in threads": (SyncMap, {**THREADS, "transform": who}),
-    "collate in threads": (SyncMap, {**THREADS, "collate_fn": who}),
-    "transform for threads": (AsyncMap, {**THREADS, "transform": who}),
+    "transform in threads": (SyncMap, {**THREADS, "transform": consumer}),
+    "collate in threads": (SyncMap, {**THREADS, "collate_fn": consumer}),
+    "transform for threads": (AsyncMap, {**THREADS, "transform": consumer}),
 }
 
 
@@ -90,7 +90,7 @@ def names(batches: list[Any]) -> set[str]:
 
 async def consume(name: str, loader: DataLoader[Any]) -> tuple[str, set[str]]:
     """Iterate in a task, which has its own context, as a request does."""
-    WHO.set(name)
+    NAME.set(name)
     batches = []
     async for batch in loader:
         batches.append(batch)
@@ -101,7 +101,7 @@ async def consume(name: str, loader: DataLoader[Any]) -> tuple[str, set[str]]:
 @pytest.mark.parametrize("way", ASYNC_WAYS)
 @pytest.mark.parametrize("case", CASES)
 async def test_concurrent_consumers_see_their_own_contexts(case: str, way: str) -> None:
-    """They share one open loader."""
+    """Three tasks share one open loader."""
     people = ["ann", "bob", "cem"]
     async with loader_of(case, way) as loader:
         for _ in range(2):
@@ -112,14 +112,14 @@ async def test_concurrent_consumers_see_their_own_contexts(case: str, way: str) 
 
 @pytest.mark.parametrize("case", CASES)
 async def test_successive_consumers_see_their_own_contexts(case: str) -> None:
-    """Each iterates by ``for``, in its own context."""
+    """Two loops iterate the same open loader, each in its own context."""
 
     def work() -> list[set[str]]:
         seen = []
         with loader_of(case, "for") as loader:
             for name in ("ann", "bob"):
                 context = contextvars.copy_context()
-                context.run(WHO.set, name)
+                context.run(NAME.set, name)
                 seen.append(names(context.run(list, loader)))
         return seen
 
@@ -128,17 +128,17 @@ async def test_successive_consumers_see_their_own_contexts(case: str) -> None:
 
 @pytest.mark.parametrize("way", ASYNC_WAYS)
 async def test_variables_that_user_code_sets_do_not_leak(way: str) -> None:
-    """Neither into the consumer's context nor into another iteration's."""
+    """A transform's value reaches neither the consumer nor a later iteration."""
 
     def set_other(sample: Any) -> Any:
-        seen = WHO.get()
-        WHO.set("other")
+        seen = NAME.get()
+        NAME.set("other")
         return seen
 
-    WHO.set("ann")
+    NAME.set("ann")
     loader = make(way, AsyncMap(4), transform=set_other, batch_size=1)
     async with loader:
         for _ in range(2):
             first = (await bounded(collect(loader)))[0]
             assert first == ["ann"]
-    assert WHO.get() == "ann"
+    assert NAME.get() == "ann"

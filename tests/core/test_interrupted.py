@@ -112,7 +112,7 @@ def resumed(new: Callable[[], DataLoader[Any]], state: Any) -> list[Any]:
 @pytest.mark.parametrize("kind", [Map, Steps])
 @pytest.mark.parametrize("index", [0, 5, 8, 23])
 def test_an_interrupted_batch_comes_again(index: int, kind: Any, consumer: str) -> None:
-    """The batch in progress was not delivered: it is the next one."""
+    """The batch with the interrupted sample is the first one after resuming."""
     way, consume = CONSUMERS[consumer]
     batches, state = interrupted(make(way, kind(index)), consume)
     assert batches == BATCHES[: index // 4]
@@ -128,7 +128,7 @@ KINDS = [Numbers, AsyncNumbers, Plain]
 @pytest.mark.parametrize("consumer", CONSUMERS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_batch_being_used_was_delivered(kind: Any, consumer: str, by: str) -> None:
-    """The interrupt comes while the consumer works on the second batch."""
+    """An interrupt while the consumer works on batch 2 does not repeat that batch."""
     if kind is Plain and by == "processes":
         pytest.skip("batches of workers are others")
     way, consume = CONSUMERS[consumer]
@@ -160,7 +160,7 @@ WAITS = [(IN_PROCESS, 0), (IN_PROCESS, 9), ({"prefetch_factor": 1}, 0)]
 @pytest.mark.parametrize("consumer", CONSUMERS)
 @pytest.mark.parametrize(("options", "k"), WAITS, ids=str)
 def test_interrupted_waits_lose_nothing(options: Any, consumer: str, k: int) -> None:
-    """The state matches the batches that the consumer has."""
+    """The state matches the batches that the consumer has received."""
     way, consume = CONSUMERS[consumer]
     batches, state = interrupted(make(way, Signals(k), **options), consume)
     assert batches == BATCHES[: len(batches)]
@@ -230,7 +230,7 @@ PLACES: dict[str, tuple[Any, dict[str, Any]]] = {
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("place", PLACES)
 def test_an_interrupt_anywhere_in_a_step_loses_no_batch(place: str) -> None:
-    """Returned batches count as delivered, and no others do."""
+    """Exactly the batches that were returned count as delivered."""
     expected = [[0, 1], [2, 3], [4, 5], [6, 7]]
     dataset, options = PLACES[place]
     is_whole = place in {"inline", "stateful"}  # else the start is left out
@@ -269,7 +269,7 @@ def elsewhere(call: Callable[[], object]) -> tuple[threading.Thread, Any]:
 @pytest.mark.parametrize("place", ["ahead", "threads"])
 @pytest.mark.parametrize("does", ["close", "list"])
 def test_another_thread_may_close_or_iterate_in_a_step(does: str, place: str) -> None:
-    """After its close the loop ends; two iterating threads share the batches."""
+    """A close ends the loop; two iterating threads share the batches."""
     dataset, options = PLACES[place]
     for k in range(3000):
         began, mine, theirs = list[int](), list[Any](), list[Any]()
@@ -317,7 +317,7 @@ def test_a_signal_handler_may_save_a_state_at_any_time() -> None:
 
 @pytest.mark.parametrize("of", ["Feed._account", "ProcessPool._collect_results"])
 def test_an_interrupt_with_worker_processes_ends_the_iteration(of: str) -> None:
-    """The result being received is lost: the iteration ends with an error."""
+    """The result being received is lost, so later steps raise an error."""
     with DataLoader(Numbers(24), 2, num_workers=1) as loader:
         iterator = iter(loader)
         next(iterator)
@@ -332,7 +332,7 @@ def test_an_interrupt_with_worker_processes_ends_the_iteration(of: str) -> None:
 
 @pytest.mark.parametrize("of", ["Host._start", "CpuThread._start", "Runtime.begin"])
 def test_an_interrupted_start_is_repeated_by_the_next_step(of: str) -> None:
-    """Nothing remains of the interrupted start."""
+    """All batches are delivered after it."""
     iterator = iter(DataLoader(Numbers(4), 2, num_workers=1, workers="thread"))
     with pytest.raises(KeyboardInterrupt):
         steps(iterator, [], Interrupter(0, "call", of=of))
@@ -344,7 +344,7 @@ def test_an_interrupted_start_is_repeated_by_the_next_step(of: str) -> None:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", [SyncMap, AsyncMap, SyncStream, AsyncStream])
 async def test_no_batch_is_in_flight_at_the_end(kind: Any, way: str, by: str) -> None:
-    """The end of an epoch, a close or a cancellation."""
+    """After a whole epoch, after a close, and after a cancellation."""
     if by == "threads" and kind is SyncStream:
         pytest.skip("as in process")
     loader = make(way, kind(24), **BY[by])

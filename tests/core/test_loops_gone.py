@@ -124,7 +124,7 @@ def test_another_loop_can_close_what_one_left(kind: Any, begin: Any, by: str) ->
 @pytest.mark.parametrize("begin", [first, enter])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_paused_loop_delays_no_other_loop(kind: Any, begin: Any, by: str) -> None:
-    """It is open but does not run; its tasks end when it runs again."""
+    """The tasks of a paused loop end when it runs again."""
     loop = asyncio.new_event_loop()
     loader = make("caller", kind(), **BY[by])
     iterator = loop.run_until_complete(begin(loader))
@@ -137,7 +137,7 @@ def test_a_paused_loop_delays_no_other_loop(kind: Any, begin: Any, by: str) -> N
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_epoch_continues_when_its_loop_runs_again(kind: Any) -> None:
-    """As in notebooks and test frameworks, which run a loop call by call."""
+    """Notebooks and test frameworks run a loop call by call."""
     loop = asyncio.new_event_loop()
     loader = make("caller", kind())
     iterator = loop.run_until_complete(first(loader))
@@ -150,7 +150,7 @@ def test_an_epoch_continues_when_its_loop_runs_again(kind: Any) -> None:
 
 
 def test_two_running_loops_share_a_loader() -> None:
-    """Each loop runs in its own thread; the loader uses the caller's loop."""
+    """Each loop runs in its own thread; ``loop="caller"``."""
     loader = make("caller", AsyncMap())
     results: list[Any] = []
 

@@ -101,7 +101,7 @@ async def test_skipped_samples_are_not_delivered(kind: Any, way: str, by: str) -
 async def test_a_callable_replaces_or_skips_or_raises(
     kind: Any, way: str, transform: Any
 ) -> None:
-    """It is called for each failed sample, with its place and its error."""
+    """The function gets each failed sample's place and error."""
     asked: list[Failure] = []
 
     def decide(failure: Failure) -> Any:
@@ -127,7 +127,7 @@ async def test_a_callable_replaces_or_skips_or_raises(
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", WHOLE)
 async def test_a_failed_batch_read_is_not_repeated(kind: Any, way: str) -> None:
-    """By default its error is the batch's, as in torch."""
+    """By default, the error of the read is the error of its batch, as in torch."""
     dataset = kind(5, 6)
     results = await outcomes(way, make(way, dataset))
     assert [results[0], results[2]] == [WITHOUT[0], WITHOUT[2]]
@@ -138,7 +138,7 @@ async def test_a_failed_batch_read_is_not_repeated(kind: Any, way: str) -> None:
 @pytest.mark.parametrize("way", ALL_WAYS)
 @pytest.mark.parametrize("kind", KINDS)
 async def test_the_budget_counts_each_bad_sample_once(kind: Any, way: str) -> None:
-    """Even where a failed batch is read again; the error has the count."""
+    """Even where a failed batch is read again; the error contains the count."""
     loader = make(way, kind(5, 6), on_error=Skip(at_most=2))
     assert await outcomes(way, loader) == WITHOUT
     loader = make(way, kind(5, 6), on_error=Skip(at_most=1))
@@ -189,7 +189,7 @@ async def test_a_budget_share_applies_to_the_whole_epoch(is_sized: bool) -> None
 
 @pytest.mark.parametrize("way", ALL_WAYS)
 async def test_a_sized_epoch_fails_at_the_first_excess_failure(way: str) -> None:
-    """The share is that of this rank's samples."""
+    """The allowed share is that of this rank's samples."""
     options: Any = {"on_error": Skip(at_most=0.01), "rank": 1, "world_size": 2}
     loader = make(way, Partly(0.02, 0), **options)
     error = next(e for e in await outcomes(way, loader) if isinstance(e, Exception))
@@ -200,7 +200,7 @@ async def test_a_sized_epoch_fails_at_the_first_excess_failure(way: str) -> None
 
 @pytest.mark.parametrize("way", ALL_WAYS)
 async def test_an_unsized_epoch_checks_its_share_at_the_end(way: str) -> None:
-    """Or earlier, if chance cannot explain the failures; the epoch is over then."""
+    """Failures that chance cannot explain end the epoch earlier."""
     loader = make(way, unsized(Partly(0.04, 0, n=200)), on_error=Skip(at_most=0.01))
     *batches, error = await outcomes(way, loader)
     assert len(batches) == 50
@@ -216,7 +216,7 @@ async def test_an_unsized_epoch_checks_its_share_at_the_end(way: str) -> None:
 async def test_a_resumed_epoch_has_the_whole_budget(
     as_read: Callable[[Partly], Any],
 ) -> None:
-    """Not only that of the few samples that are left."""
+    """The few samples that are left may use the share of the whole epoch."""
     dataset = Partly(0, 0)
     loader: Any = DataLoader(as_read(dataset), 50, on_error=Skip(at_most=0.01))
     states = await beside(lambda: [loader.state_dict() for _ in loader])
@@ -228,7 +228,7 @@ async def test_a_resumed_epoch_has_the_whole_budget(
 @pytest.mark.parametrize("way", ALL_WAYS)
 @pytest.mark.parametrize("is_stream", [True, False])
 async def test_a_rank_that_would_lose_a_batch_raises(way: str, is_stream: bool) -> None:
-    """Other ranks would wait for it; replaced samples avoid the error."""
+    """Other ranks would wait for the batch; replaced samples avoid the error."""
     bad = {1, 5, 9, 13}  # the first batch of rank 1
 
     def refuse(number: int) -> int:
@@ -405,7 +405,7 @@ class Half(Slotted):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", [Slotted, SlottedBatches, Half])
 async def test_plain_reads_may_return_coroutines(kind: Any, way: str, by: str) -> None:
-    """The loader sees it at the first sample."""
+    """The loader detects them by the returned values."""
     loader = make(way, kind(AsyncNumbers(12)), **BY[by])
     assert await outcomes(way, loader) == ALL
     assert await outcomes(way, loader) == ALL
@@ -414,7 +414,7 @@ async def test_plain_reads_may_return_coroutines(kind: Any, way: str, by: str) -
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", [Slotted, SlottedBatches])
 async def test_returned_coroutines_are_processed_further(kind: Any, way: str) -> None:
-    """They are transformed, skipped where they fail, and collated."""
+    """Their values are transformed, collated, and skipped where they fail."""
 
     class Bad(AsyncNumbers):
         async def __getitem__(self, index: int) -> Any:

@@ -42,7 +42,7 @@ class Behind(AsyncMap):
 async def test_async_stages_do_not_wait_for_later_reads(
     stage: str, concurrency: int, in_order: bool, by: str
 ) -> None:
-    """Those reads may take any time."""
+    """Later reads wait until the async stage of batch 0 has run."""
     MARKS.clear()
     dataset = Behind(40)
     options: Any = {stage: dataset.pass_on, **BY[by]}
@@ -137,7 +137,7 @@ async def test_a_large_first_batch_does_not_narrow_the_window(concurrency: int) 
 
 @pytest.mark.parametrize("size", [1, 3, 64, 100])
 async def test_small_batches_fill_the_concurrency(size: int) -> None:
-    """No more than a few batches beyond are prefetched."""
+    """At most five batches beyond ``concurrency`` samples are prefetched."""
     dataset = Gated(4000)
     loader = make("caller", dataset, batch_size=size, concurrency=64)
     iterator = aiter(loader)
@@ -190,7 +190,7 @@ async def test_tasks_get_batches_in_order_of_arrival(
 @pytest.mark.parametrize("cancelled", range(4))
 @pytest.mark.parametrize("way", ASYNC_WAYS)
 async def test_a_cancelled_task_loses_no_batch(way: str, cancelled: int) -> None:
-    """The tasks after it move up."""
+    """Tasks that wait behind a cancelled task move up."""
     gate = threading.Event()
     iterator = aiter(make(way, Closed(16, gate)))
     steps = [asyncio.create_task(anext(iterator)) for _ in range(4)]

@@ -29,7 +29,7 @@ WITHOUT = [[0, 1], [2], [4, 5], [6, 7]]
 
 
 class Awaits(AsyncSamples):
-    """Awaits a task that is cancelled: the commonest way to a CancelledError."""
+    """Awaits a cancelled task, the most common source of a CancelledError."""
 
     async def __getitem__(self, index: int) -> Any:
         if index == 3:
@@ -61,7 +61,7 @@ def check(errors: list[BaseException], kind: type[BaseException]) -> None:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("dataset", [Samples, AsyncSamples, Awaits, Wrapped])
 async def test_a_stop_of_a_read_is_an_error(dataset: Any, way: str, by: str) -> None:
-    """Its batch fails, or ``on_error`` handles it."""
+    """The batch fails, or ``on_error`` skips the sample."""
     for stop in STOPS if by == "in process" and dataset is not Awaits else STOPS[:1]:
         batches, errors, _ = await run(way, dataset(Raiser(stop)), **BY[by])
         assert batches == GOOD
@@ -77,7 +77,7 @@ async def test_a_stop_of_a_read_is_an_error(dataset: Any, way: str, by: str) -> 
 @pytest.mark.parametrize("stream", [PlainSteps, AsyncSteps])
 @pytest.mark.parametrize("stop", [asyncio.CancelledError, OSError])
 async def test_a_stream_can_continue(stop: Any, stream: Any, by: str, way: str) -> None:
-    """Its iterator is asked for the next sample after one failed or was cancelled."""
+    """A stream is read further after a sample failed or was cancelled."""
     if by != "in process" and (stream is PlainSteps or way == "caller"):
         pytest.skip("each worker would read all")
     batches, errors, _ = await run(way, stream(Raiser(stop)), **BY[by])
@@ -117,7 +117,7 @@ IN_WORKERS = {"num_workers": 1, "fetch": "workers"}
 async def test_an_error_that_ends_a_generator_is_never_skipped(
     stop: Any, stream: Any, way: str, options: dict[str, Any]
 ) -> None:
-    """It is raised whatever the policy; otherwise the epoch would end early."""
+    """A skipped error would end the epoch early."""
     raiser = Raiser(stop)
     batches, errors, _ = await run(way, stream(raiser), on_error="skip", **options)
     assert batches == GOOD[:1]

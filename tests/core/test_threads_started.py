@@ -53,7 +53,7 @@ TAKEN: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("case", TAKEN)
 async def test_async_reads_start_no_thread(case: str, monkeypatch: MONKEYS) -> None:
-    """Nor do reads of a list; batches are collated by torch's rules."""
+    """Reads of a list start none, either; batches are collated by torch's rules."""
     await TAKEN["a request"]()  # the first of a process imports modules in a thread
     with counted_starts(monkeypatch) as started:
         assert await TAKEN[case]()
@@ -72,7 +72,7 @@ SLOW: dict[str, Callable[[], DataLoader[Any]]] = {
 
 @pytest.mark.parametrize("case", SLOW)
 async def test_slow_stages_run_in_a_thread(case: str, monkeypatch: MONKEYS) -> None:
-    """These are user code and large batches, even those of a list."""
+    """Slow stages are user code, and large batches, even of a list."""
     with counted_starts(monkeypatch) as started:
         assert await collect(SLOW[case]())
     assert "aioloader-cpu" in started
@@ -192,7 +192,7 @@ class Nesting(AsyncMap):
 @pytest.mark.parametrize("how", ["for", "async for"])
 @pytest.mark.parametrize("way", ["for", "thread"])
 async def test_nested_loaders_do_not_hang(way: str, how: str, inner_kind: Any) -> None:
-    """Each loader has its own loop."""
+    """Each of the two loaders has its own loop."""
     dataset = Nesting(lambda: DataLoader(inner_kind(), 4, timeout=PATIENCE), how)
     assert await outcomes(way, make(way, dataset)) == [[20] * 4] * 2
 
@@ -268,7 +268,7 @@ async def test_a_later_epoch_starts_no_thread(case: str, monkeypatch: MONKEYS) -
 
 @pytest.mark.parametrize("way", ASYNC_WAYS)
 async def test_a_later_epoch_opens_no_loop(way: str, monkeypatch: MONKEYS) -> None:
-    """Not even after a break."""
+    """A break out of an epoch does not change that."""
     opened: list[int] = []
     created = asyncio.BaseEventLoop.__init__
 
@@ -287,7 +287,7 @@ async def test_a_later_epoch_opens_no_loop(way: str, monkeypatch: MONKEYS) -> No
 
 
 def test_a_plain_epoch_starts_no_thread(monkeypatch: MONKEYS) -> None:
-    """Not even the first epoch."""
+    """Neither the first epoch nor later ones."""
     with counted_starts(monkeypatch) as started:
         for kind in (SyncMap, SyncStream):
             assert len(list(make("for", kind()))) == 5

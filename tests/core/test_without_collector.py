@@ -77,7 +77,7 @@ class Never(AsyncMap):
 
 @pytest.mark.parametrize("way", ASYNC_WAYS)
 async def test_requests_cancelled_during_a_read_release_everything(way: str) -> None:
-    """It is cancelled in ``anext``; the framework keeps the error."""
+    """Requests are cancelled in ``anext``; the framework keeps their errors."""
     kept: list[BaseException] = []
     begun = asyncio.Event()
 
@@ -122,7 +122,7 @@ class Lingering(Never):
 
 
 async def test_a_second_cancellation_waits_for_the_release() -> None:
-    """The task ends only then."""
+    """A task cancelled while it closes its loader ends after the release."""
     async with released():
         dataset = Lingering()
         loader = make("caller", dataset)
@@ -153,7 +153,7 @@ async def test_a_second_cancellation_waits_for_the_release() -> None:
 @pytest.mark.parametrize("way", ASYNC_WAYS)
 @pytest.mark.parametrize("kind", KINDS)
 async def test_aclose_works_in_a_cancelled_scope(kind: Any, way: str) -> None:
-    """Both the iterator's and the loader's."""
+    """The ``aclose`` of an iterator, and of a loader."""
     async with released():
         loader = make(way, kind(4000))
         iterator = aiter(loader)
@@ -222,7 +222,7 @@ SOURCES: dict[str, Callable[[], tuple[Any, dict[str, Any]]]] = {
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("source", SOURCES)
 async def test_a_kept_error_keeps_no_pipeline(source: str, way: str, by: str) -> None:
-    """Not even with its traceback."""
+    """The error has its traceback."""
     if by != "in process" and "map" not in source:
         pytest.skip("as in process")
     dataset, options = SOURCES[source]()
@@ -238,7 +238,7 @@ async def test_a_kept_error_keeps_no_pipeline(source: str, way: str, by: str) ->
 
 @pytest.mark.parametrize("way", WAYS)
 async def test_a_kept_error_of_the_consumer_keeps_no_pipeline(way: str) -> None:
-    """The loop's frame is in the traceback, but has dropped the iterator."""
+    """Its traceback holds the frame of the loop, which has dropped the iterator."""
     async with released():
         loader = make(way, AsyncMap(400))
 
@@ -277,7 +277,7 @@ async def take(way: str, loader: DataLoader[Any], *, whole: bool) -> None:
 async def test_a_dropped_loader_keeps_no_dataset(
     whole: bool, kind: Any, way: str, by: str
 ) -> None:
-    """No reference cycle keeps it, after a break or a whole epoch."""
+    """No reference cycle keeps the dataset, after a break or a whole epoch."""
     dataset = kind(24)
     gone = weakref.ref(dataset)
     async with released():
@@ -355,7 +355,7 @@ async def test_aclose_leaves_no_task_or_thread(how: str, kind: Any, way: str) ->
 @pytest.mark.parametrize("kind", [SyncMap, AsyncMap])
 @pytest.mark.parametrize("how", ["iterator", "loader", "with"])
 def test_close_leaves_no_thread_or_worker(how: str, kind: Any, by: str) -> None:
-    """Worker processes have ended, too."""
+    """Worker processes have ended when ``close`` returns."""
     with no_leaks():
         loader = make("for", kind(4000), **BY[by])
         with loader if how == "with" else contextlib.nullcontext():

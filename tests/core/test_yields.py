@@ -81,9 +81,9 @@ SOURCES: dict[str, Any] = {
 @pytest.mark.parametrize("way", ASYNC_WAYS)
 @pytest.mark.parametrize("source", SOURCES)
 async def test_the_loop_turns_for_each_long_step(source: str, way: str) -> None:
-    """No matter how many batches are ready."""
-    of, options = SOURCES[source]
-    seen = await bounded(beats_of(make(way, of(80), **options), 0.002))
+    """Whatever the number of batches that are ready."""
+    dataset, options = SOURCES[source]
+    seen = await bounded(beats_of(make(way, dataset(80), **options), 0.002))
     turns = [later - sooner for sooner, later in pairwise(seen)]
     assert len(turns) == 19
     assert min(turns) >= 1, turns
@@ -92,16 +92,16 @@ async def test_the_loop_turns_for_each_long_step(source: str, way: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("source", ["tensors", "map", "async map", "worker processes"])
 async def test_the_loop_turns_after_some_short_steps(source: str) -> None:
-    """Time adds up over batches: a turn is due after each millisecond."""
-    of, options = SOURCES[source]
-    seen = await bounded(beats_of(make("thread", of(400), **options), 0.0003))
+    """Time adds up over batches: the loop gets a turn after each millisecond."""
+    dataset, options = SOURCES[source]
+    seen = await bounded(beats_of(make("thread", dataset(400), **options), 0.0003))
     turns = [later - sooner for sooner, later in zip(seen, seen[10:], strict=False)]
     assert min(turns) >= 1, turns
 
 
 @pytest.mark.parametrize("way", ASYNC_WAYS)
 async def test_a_timer_fires_while_batches_are_ready(way: str) -> None:
-    """It does not wait for the end of the epoch."""
+    """The timer does not wait for the end of the epoch."""
     fired: list[int] = []
     loader = make(way, AsyncMap(400), prefetch_factor=16)
     asyncio.get_running_loop().call_later(0.001, fired.append, 0)
@@ -158,11 +158,11 @@ async def first_of(loader: DataLoader[Any]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ASYNC_WAYS)
-@pytest.mark.parametrize("of", LONG)
-async def test_a_long_sampler_is_iterated_off_the_loop(of: Any, way: str) -> None:
+@pytest.mark.parametrize("dataset", LONG)
+async def test_a_long_sampler_is_iterated_off_the_loop(dataset: Any, way: str) -> None:
     """A user's sampler may take any time to start."""
     sampler = Ordered(MANY)
-    await first_of(make(way, of(), sampler=sampler))
+    await first_of(make(way, dataset(), sampler=sampler))
     assert threading.get_ident() not in sampler.threads
 
 
@@ -183,13 +183,13 @@ def permuting(monkeypatch: pytest.MonkeyPatch) -> set[int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ASYNC_WAYS)
-@pytest.mark.parametrize("of", LONG)
+@pytest.mark.parametrize("dataset", LONG)
 async def test_a_permutation_is_drawn_off_the_loop(
-    of: Any, way: str, permuting: set[int]
+    dataset: Any, way: str, permuting: set[int]
 ) -> None:
     """For ``shuffle=True``, and again after a state was loaded."""
     generator = torch.Generator().manual_seed(1)
-    loader = make(way, of(), shuffle=True, generator=generator)
+    loader = make(way, dataset(), shuffle=True, generator=generator)
     await first_of(loader)
     assert permuting
     loader.load_state_dict(loader.state_dict())

@@ -54,7 +54,7 @@ def epochs(within: Nesting, workers: int, stop: int) -> tuple[Any, Any]:
     )
 )
 def test_a_new_process_resumes_nested_streams(cases: Any) -> None:
-    """It reads the rest of the epoch and the next one."""
+    """The new process reads the rest of the epoch and the next epoch."""
     pairs = [epochs(*case) for case in cases]
     sent = json.dumps([resumed for _, resumed in pairs])
     printed = python(Path(nesting.__file__), input=sent, check=True).stdout

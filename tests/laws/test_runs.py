@@ -55,7 +55,7 @@ class ManyCounted(Counted):
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [range, ManyCounted, Cursors])
 def test_workers_resume_after_any_batch(make: Any) -> None:
-    """Although hundreds are prefetched, with and without a state of the dataset."""
+    """Hundreds of batches are prefetched; the dataset may have a state."""
     options: Any = {"num_workers": 2, "collate_fn": list}
     size = () if make is ManyCounted else (1_000,)
     assert_resumes(lambda: DataLoader(make(*size), 3, **options), step=7)
@@ -91,7 +91,7 @@ def large(index: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("transform", [slow, large])
 def test_workers_prefetch_no_more_heavy_batches(transform: Any) -> None:
-    """Only small and quick batches are."""
+    """Only small and quick batches are prefetched further."""
     assert counted(range(80), num_workers=2, transform=transform) <= 4
 
 
@@ -135,7 +135,7 @@ def test_a_waiting_batch_delays_no_other() -> None:
 
 @pytest.mark.usefixtures("fork_is_default")
 def test_small_and_large_results_arrive_in_order() -> None:
-    """Even while a full pipe waits for the consumer."""
+    """A pipe may be full while the consumer takes nothing."""
     dataset: Any = Gated(128)
     dataset.gate.set()
     iterator = iter(DataLoader(dataset, num_workers=2, prefetch_factor=64))

@@ -141,7 +141,7 @@ def test_a_multiprocessing_context_may_be_set_later() -> None:
 
 
 def test_len_is_the_number_of_batches() -> None:
-    """Streams without a length have none."""
+    """Loaders of streams without a length have no length."""
     assert len(DataLoader(DATA, 4)) == 2
     assert len(DataLoader(DATA, 4, drop_last=True)) == 1
     assert len(DataLoader(DATA, batch_sampler=[[1], [2], [3]])) == 3
@@ -166,7 +166,7 @@ def test_pinning_without_an_accelerator_warns() -> None:
 
 
 def test_options_that_exclude_each_other_raise() -> None:
-    """Of executors, threads and contexts; a context may be an object or a name."""
+    """Executors, threads and start methods; a context may be an object or a name."""
     with ThreadPoolExecutor(1) as executor:
         for workers in ("thread", executor):
             with pytest.raises(ValueError, match="only be used with workers='process'"):
@@ -181,7 +181,7 @@ def test_options_that_exclude_each_other_raise() -> None:
 
 
 def test_repr_shows_the_state() -> None:
-    """Namely the dataset, the sizes and the epoch."""
+    """The dataset, the sizes and the epoch."""
     loader = DataLoader(SyncMap(), batch_size=4)
     list(loader)
     assert repr(loader) == (
@@ -190,7 +190,7 @@ def test_repr_shows_the_state() -> None:
 
 
 def test_copies_and_pickles_iterate_on_their_own() -> None:
-    """As in torch, also in the middle of an epoch."""
+    """As in torch; the original may be in the middle of an epoch."""
     loader = DataLoader(SyncMap(8), batch_size=4)
     iterator = iter(loader)
     next(iterator)
@@ -211,7 +211,7 @@ def test_unused_iterators_do_not_count_as_epochs() -> None:
 
 
 def test_huge_timeouts_mean_no_limit() -> None:
-    """They are beyond the longest wait of the system."""
+    """Timeouts beyond the longest wait of the system."""
     for timeout in (1e30, float("inf")):
         assert len(list(DataLoader(SyncMap(4), timeout=timeout))) == 4
 
@@ -249,7 +249,7 @@ def outcome(cls: Any, options: dict[str, Any]) -> Any:
     ids=str,
 )
 def test_numpy_numbers_are_accepted_as_in_torch(options: dict[str, Any]) -> None:
-    """And refused as in torch, too."""
+    """Numbers that torch refuses are refused."""
     assert outcome(Loader, options) == outcome(Torch, options)
 
 
@@ -269,7 +269,7 @@ class Reporting(IterableDataset[int]):
 @pytest.mark.usefixtures("fork_is_default")
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_more_batches_than_reported_warn_as_in_torch(num_workers: int) -> None:
-    """Once for each batch too many, and only after ``len`` was called."""
+    """One warning for each batch too many, once ``len`` was called."""
     messages = []
     for cls in (Loader, Torch):
         loader = cls(Reporting(), num_workers=num_workers)
@@ -289,7 +289,7 @@ def test_more_batches_than_reported_warn_as_in_torch(num_workers: int) -> None:
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("shuffle", [True, False, None])
 def test_data_pipes_are_shuffled_as_in_torch(shuffle: Any, num_workers: int) -> None:
-    """And seeded and sharded."""
+    """Data pipes are seeded and sharded as in torch, too."""
     epochs = []
     for cls in (Loader, Torch):
         torch.manual_seed(3)
@@ -306,7 +306,7 @@ DAY = np.datetime64("2020-01-01")
     "sample", [DAY, np.array([DAY, DAY]), DAY - DAY, {"day": np.array(DAY)}], ids=str
 )
 def test_dates_cannot_be_collated(sample: Any) -> None:
-    """Torch has no dtype for them; our error says how to convert them."""
+    """Torch has no dtype for dates; our error says how to convert them."""
     with pytest.raises(TypeError):
         next(iter(Torch([sample] * 2, 2)))
     with pytest.raises(TypeError, match=r"can't convert .*astype\('int64'\)"):
@@ -316,7 +316,7 @@ def test_dates_cannot_be_collated(sample: Any) -> None:
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize("name", ["transform", "collate_fn"])
 def test_lambdas_that_return_coroutines_raise(name: str, num_workers: int) -> None:
-    """They look plain, so nothing would await the coroutine."""
+    """The lambda looks plain, so nothing would await its coroutine."""
 
     async def later(value: Any) -> Any:
         return value
@@ -338,7 +338,7 @@ class Seeds(Numbers):
 
 @pytest.mark.filterwarnings("ignore:rng=:UserWarning")
 def test_persistent_workers_resume_with_the_saved_seed() -> None:
-    """They keep it for later epochs, as in torchdata."""
+    """The seed stays for later epochs, as in torchdata."""
     options: dict[str, Any] = {"num_workers": 1, "persistent_workers": True}
 
     def make() -> Any:
@@ -366,7 +366,7 @@ class Uncounted:
 
 
 def test_iterating_needs_no_length() -> None:
-    """As in torch, whose samplers of graphs cannot tell it."""
+    """Samplers of graphs raise in ``len``; torch iterates them, too."""
     for num_workers in (0, 2):
         loader = DataLoader(
             range(3), batch_sampler=Uncounted(), num_workers=num_workers
@@ -400,7 +400,7 @@ def dataset(rows: int = 10) -> TensorDataset:
 @pytest.mark.parametrize("options", KINDS, ids=["ahead", "processes", "threads"])
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_gathered_batches_are_torchs(options: dict[str, Any], shuffle: bool) -> None:
-    """The batches, their types and their order."""
+    """The same values, types and order."""
     data = dataset()
     torch.manual_seed(5)
     theirs = list(torch.utils.data.DataLoader(data, 4, shuffle=shuffle))
@@ -443,7 +443,6 @@ def test_every_dtype_is_as_in_torch(dtype: torch.dtype, shape: tuple[int, ...]) 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_nested_tensors_are_stacked_as_in_torch() -> None:
-    """A batch stacks their parts."""
     nested = torch.nested.nested_tensor([torch.ones(2), torch.zeros(2)])
     ((batch,),) = DataLoader(TensorDataset(nested), 2)
     assert batch.tolist() == [[1, 1], [0, 0]]
@@ -452,7 +451,7 @@ def test_nested_tensors_are_stacked_as_in_torch() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("options", KINDS, ids=["ahead", "processes", "threads"])
 def test_negative_indices_count_from_the_end(options: dict[str, Any]) -> None:
-    """Beyond either end they raise an IndexError that names the batch."""
+    """Indices beyond either end raise an IndexError that names the batch."""
     data = dataset()
     loader: Any = DataLoader(data, 2, sampler=[-1, 0, -10, 9], **options)
     assert [batch[1].tolist() for batch in loader] == [[9, 0], [0, 9]]
@@ -464,7 +463,7 @@ def test_negative_indices_count_from_the_end(options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("options", KINDS, ids=["ahead", "processes", "threads"])
 def test_on_error_skips_one_row_of_a_batch(options: dict[str, Any]) -> None:
-    """Its batch is read again sample by sample."""
+    """The batch is read again sample by sample."""
     loader: Any = DataLoader(
         dataset(), 2, sampler=[0, 10, 2, 3], on_error="skip", **options
     )

@@ -88,7 +88,7 @@ def bench(*arguments: str) -> "subprocess.Popen[str]":
 
 @pytest.mark.slow
 def test_bench_prints_a_comparison_with_torch(module: str) -> None:
-    """No process keeps the output open."""
+    """The output ends: no process keeps the pipe open."""
     process = bench(f"{module}:loader", "--rounds", "2", "--page", "page.html")
     out, err = process.communicate(timeout=60)
     assert (process.returncode, err) == (0, "")
@@ -131,7 +131,7 @@ def test_an_interruption_leaves_no_process(module: str) -> None:
 
 
 def test_async_is_not_compared(module: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """If the page cannot be written, the results are printed all the same."""
+    """If the page cannot be written, the results are still printed."""
     Path("a").mkdir()
     few = ("--rounds", "1", "--batches", "8", "--page", "a")
     assert main(["bench", f"{module}:awaited", *few]) == 1

@@ -68,7 +68,7 @@ def test_assigned_arguments_apply_to_the_next_iteration(name: str) -> None:
 
 
 def test_epoch_is_the_current_or_the_next_one() -> None:
-    """It is the same number as in the state."""
+    """``loader.epoch`` is the number in the state."""
     loader: Any = DataLoader(SyncMap(), 5)
     epochs = [loader.epoch]
     for _ in loader:
@@ -106,7 +106,7 @@ def test_a_subclass_may_have_its_own_epoch() -> None:
     ids=["ranks", "shuffled", "no batches", "plain"],
 )
 def test_a_copy_counts_its_own_epochs(make: Any) -> None:
-    """They are not those of the loader that it was copied from."""
+    """The copy's epochs do not change the original's."""
     reference = make()
     expected = [str(list(reference)) for _ in range(3)]
     loader = make()
@@ -122,67 +122,67 @@ def test_a_copy_counts_its_own_epochs(make: Any) -> None:
 
 @pytest.mark.parametrize("wrapped", [True, False])
 def test_set_epoch_reaches_nested_samplers_once(wrapped: bool) -> None:
-    """Here a DistributedSampler in a BatchSampler."""
+    """A DistributedSampler in a BatchSampler."""
 
-    class Told(DistributedSampler[Any]):
-        told: ClassVar[list[int]] = []
+    class Recording(DistributedSampler[Any]):
+        epochs: ClassVar[list[int]] = []
 
         def set_epoch(self, epoch: int) -> None:
-            self.told.append(epoch)
+            self.epochs.append(epoch)
 
-    sampler = Told(SyncMap(), num_replicas=2, rank=0)
-    sampler.told.clear()
+    sampler = Recording(SyncMap(), num_replicas=2, rank=0)
+    sampler.epochs.clear()
     options: Any = {"sampler": sampler}
     if wrapped:
         options = {"batch_sampler": BatchSampler(sampler, 2, drop_last=False)}
     DataLoader[Any](SyncMap(), **options).set_epoch(4)
-    assert sampler.told == [4]
+    assert sampler.epochs == [4]
 
 
-class Told(SyncMap):
+class OfEpoch(SyncMap):
     """Samples are the epoch; with a mark, epoch 3 kills a worker once."""
 
-    told = -1
+    current = -1
 
     def __init__(self, mark: Path | None = None) -> None:
         super().__init__(4)
         self.mark = mark
 
     def set_epoch(self, epoch: int) -> None:
-        self.told = epoch
+        self.current = epoch
 
     def __getitem__(self, index: int) -> Any:
-        if self.mark and self.told == 3 and first_time(self.mark):
+        if self.mark and self.current == 3 and first_time(self.mark):
             kill_itself()
-        return self.told
+        return self.current
 
 
-class ToldAsync(Told):
+class OfEpochAsync(OfEpoch):
     """The same with coroutines."""
 
     async def __getitem__(self, index: int) -> Any:  # type: ignore[override]
         await asyncio.sleep(0)
-        return self.told
+        return self.current
 
 
-class ToldStream(Told, IterableDataset[Any]):
+class OfEpochStream(OfEpoch, IterableDataset[Any]):
     """The same as a stream."""
 
     def __iter__(self) -> Iterator[int]:
         for _ in range(2):
-            yield self.told
+            yield self.current
 
 
-class Showing(Told):
+class Showing(OfEpoch):
     """Has its epoch as an attribute; the user sets it without the loader."""
 
     @property
     def epoch(self) -> int:
-        return self.told
+        return self.current
 
 
 @pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
-@pytest.mark.parametrize("kind", [Told, ToldAsync, ToldStream])
+@pytest.mark.parametrize("kind", [OfEpoch, OfEpochAsync, OfEpochStream])
 def test_set_epoch_reaches_persistent_workers(kind: Any, method: str) -> None:
     """Before the first batch, as with workers that start with each epoch."""
     options: Any = {"persistent_workers": True, "multiprocessing_context": method}
@@ -193,11 +193,11 @@ def test_set_epoch_reaches_persistent_workers(kind: Any, method: str) -> None:
             if epoch is not None:
                 loader.set_epoch(epoch)
             epochs.append([batch.tolist() for batch in loader])
-    assert epochs == [[[told] * 2] * 2 for told in (-1, 3, 3, 1)]
+    assert epochs == [[[epoch] * 2] * 2 for epoch in (-1, 3, 3, 1)]
 
 
 def test_an_epoch_of_the_dataset_reaches_persistent_workers() -> None:
-    """If it has an ``epoch`` attribute, as Hugging Face's datasets."""
+    """The dataset has an ``epoch`` attribute, as Hugging Face's have."""
     dataset = Showing()
     loader: Any = DataLoader(dataset, num_workers=1, persistent_workers=True)
     epochs = []
@@ -220,9 +220,9 @@ def test_an_epoch_of_a_stream_reaches_persistent_workers() -> None:
 
 
 def test_an_error_of_set_epoch_in_a_worker_is_raised() -> None:
-    """With its type, as an error of a sample."""
+    """The error keeps its type."""
 
-    class Refusing(Told):
+    class Refusing(OfEpoch):
         def set_epoch(self, epoch: int) -> None:
             if get_worker_info():
                 raise ArithmeticError(epoch)
@@ -236,8 +236,8 @@ def test_an_error_of_set_epoch_in_a_worker_is_raised() -> None:
 
 
 def test_set_epoch_reaches_a_dead_workers_replacement(tmp_path: Path) -> None:
-    """Its copy of the dataset is from the start of the workers."""
-    dataset = Told(tmp_path / "killed")
+    """The replacement starts with the dataset as of the start of the workers."""
+    dataset = OfEpoch(tmp_path / "killed")
     loader: Any = DataLoader(dataset, num_workers=1, persistent_workers=True)
     epochs = []
     with loader:
@@ -265,7 +265,7 @@ READ = r"iterator \(.*\) that was read before, .*" + ONCE
 )
 @pytest.mark.parametrize("taken", [1, 3])
 def test_a_generator_has_one_epoch(make: Any, taken: int) -> None:
-    """A second one would silently lack the samples already read."""
+    """A second epoch would silently lack the samples already read."""
     loader: Any = DataLoader(make(), 2)
     iterator, second = iter(loader), iter(loader)
     assert len(list(itertools.islice(iterator, taken))) == min(taken, 2)
@@ -282,7 +282,7 @@ def test_a_generator_has_one_epoch(make: Any, taken: int) -> None:
     ids=["generator", "map"],
 )
 def test_a_generator_needs_a_single_worker(make: Any) -> None:
-    """Each of several workers would read all samples from its own copy."""
+    """Several workers would each read all samples from a copy."""
     with pytest.raises(TypeError, match=r"2 workers would read a copy.*" + ONCE):
         iter(DataLoader(make(), 2, num_workers=2))
     loader: Any = DataLoader(make(), 2, num_workers=1)
@@ -290,13 +290,13 @@ def test_a_generator_needs_a_single_worker(make: Any) -> None:
 
 
 def test_a_generator_function_is_no_dataset() -> None:
-    """It must be called for each epoch."""
+    """The function must be called for each epoch."""
     with pytest.raises(TypeError, match=ONCE):
         DataLoader(numbers)
 
 
 async def test_an_iterator_of_for_refuses_async_for() -> None:
-    """It would run plain code on the event loop."""
+    """``async for`` would run plain code on the event loop."""
     loader: Any = DataLoader(SyncMap(), 5)
     with pytest.raises(TypeError, match=r"made by iter\(loader\)"):
         async for _ in iter(loader):
@@ -328,14 +328,14 @@ def test_threads_share_one_iterator() -> None:
 
 
 def test_for_cannot_use_the_callers_loop() -> None:
-    """It would block the loop that it waits for; plain reads need no loop."""
+    """``for`` would block the loop that it waits for; plain reads need no loop."""
     with pytest.raises(RuntimeError, match="use `async for`, or loop='thread'"):
         next(iter(DataLoader(AsyncMap(), loop="caller")))
     assert len(list(DataLoader(SyncMap(), loop="caller"))) == 20
 
 
 async def test_next_refuses_to_block_the_callers_loop() -> None:
-    """That is the loop of an iterator of ``async for``."""
+    """``next`` on an iterator of ``async for``."""
     iterator = aiter(DataLoader(AsyncMap(), batch_size=4, loop="caller"))
     with pytest.raises(RuntimeError, match="a plain `for` would block it"):
         next(iterator)
@@ -343,7 +343,7 @@ async def test_next_refuses_to_block_the_callers_loop() -> None:
 
 
 async def test_coroutines_run_on_the_chosen_loop() -> None:
-    """By default this is the loader's own loop."""
+    """The default is the loader's own loop."""
     seen: set[Any] = set()
 
     class Looking(AsyncMap):
@@ -371,7 +371,7 @@ class Blocking(SyncMap):
 
 
 async def test_plain_functions_do_not_run_on_the_loop() -> None:
-    """They run in a thread of the loader, wherever coroutines run."""
+    """Plain functions run in a thread of the loader, whatever ``loop`` is."""
     threads: set[str] = set()
 
     def look(value: Any) -> Any:
@@ -424,7 +424,7 @@ async def iterate_async(make: Callable[[], Any], loop: Any) -> list[list[int]]:
 @pytest.mark.parametrize("loop", ["thread", "caller"])
 @pytest.mark.parametrize("make", [*KINDS, AnyioMap, AnyioStream])
 def test_loaders_work_in_an_anyio_application(make: Any, loop: Any) -> None:
-    """There, sniffio tells anyio's backend by a context variable."""
+    """anyio stores its backend in sniffio's context variable."""
     assert anyio.run(iterate_async, make, loop) == EXPECTED
 
 

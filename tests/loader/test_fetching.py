@@ -52,7 +52,7 @@ class Gated(AsyncMap):
 
 
 async def test_a_stuck_batch_delays_no_other() -> None:
-    """With ``in_order=False``, all other batches are delivered."""
+    """With ``in_order=False``."""
     gate = Gated(12)
     loader = DataLoader(gate, batch_size=2, in_order=False, loop="caller")
     iterator = aiter(loader)
@@ -134,7 +134,7 @@ def test_all_concurrent_reads_may_block_threads(kind: Any, options: Any) -> None
 
 
 async def test_the_default_window_follows_from_concurrency() -> None:
-    """It is ceil(concurrency / batch_size) + 3 batches."""
+    """The window is ceil(concurrency / batch_size) + 3 batches."""
     for batch_size, concurrency, window in ((4, 10, 6), (64, 64, 4), (100, 8, 4)):
         dataset = AsyncMap(1000)
         loader = DataLoader(
@@ -159,7 +159,6 @@ async def test_making_iterators_reads_nothing(make: Any) -> None:
 
 
 async def test_a_stream_is_read_no_further_than_the_window() -> None:
-    """Here an async iterable."""
     pulled = []
 
     class Counting(AsyncStream):
@@ -177,7 +176,7 @@ async def test_a_stream_is_read_no_further_than_the_window() -> None:
 
 
 def test_stats_count_delivered_batches() -> None:
-    """They are those of the latest epoch."""
+    """The statistics are those of the latest epoch."""
     loader = DataLoader(AsyncMap(20), batch_size=4)
     assert loader.stats().epoch == -1
     list(loader)
@@ -297,7 +296,7 @@ def check(error: BatchTimeoutError, make: Any) -> None:
 @pytest.mark.parametrize("way", ["for", "async for"])
 @pytest.mark.parametrize("make", [StuckAsync, StuckSync])
 async def test_a_batch_that_timed_out_is_delivered_later(make: Any, way: str) -> None:
-    """Without workers, too."""
+    """Here without workers."""
     dataset = make(stuck=5)
     loader: Any = DataLoader(dataset, batch_size=4, timeout=0.02)
     iterator = iter(loader) if way == "for" else aiter(loader)
@@ -315,9 +314,9 @@ async def test_a_batch_that_timed_out_is_delivered_later(make: Any, way: str) ->
             caught += [error] * is_stuck
             if len(caught) == 2:
                 dataset.let_through.set()
-    for error in caught[:2]:
-        assert isinstance(error, BatchTimeoutError)
-        check(error, make)
+    for timeout in caught[:2]:
+        assert isinstance(timeout, BatchTimeoutError)
+        check(timeout, make)
     assert labels(batches) == [[0, 1, 2, 3], [4, 5, 6, 7]]
     await iterator.aclose()
 
@@ -337,7 +336,6 @@ def test_a_ready_batch_never_times_out() -> None:
 
 
 async def test_a_timeout_names_a_stuck_collate_fn() -> None:
-    """The message names the stage, 'collate'."""
     gate, entered = threading.Event(), threading.Event()
 
     def collate(samples: Any) -> Any:
@@ -358,7 +356,7 @@ async def test_a_timeout_names_a_stuck_collate_fn() -> None:
 
 
 async def test_giving_up_after_a_timeout_releases_everything() -> None:
-    """Even while a read is stuck: it is cancelled."""
+    """A read that is still stuck is cancelled."""
     dataset = StuckAsync(stuck=0)
     with pytest.raises(TimeoutError):
         async for _ in DataLoader(dataset, batch_size=4, timeout=0.01, loop="caller"):

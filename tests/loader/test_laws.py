@@ -39,7 +39,7 @@ def test_a_wrong_position_is_found() -> None:
 
 
 async def test_the_async_law_finds_a_wrong_position() -> None:
-    """It checks only the given stops."""
+    """The law checks only the given stops."""
     with pytest.raises(AssertionError, match="again after 1 more: batch 3 differs"):
         await assert_resumes_exactly_async(lambda: Forgetful(Numbers(8), 2), stops=[2])
     await assert_resumes_exactly_async(lambda: Forgetful(Numbers(8), 2), stops=[0, 4])
@@ -65,9 +65,9 @@ def test_unseeded_random_transforms_are_found() -> None:
 class Unplaced(DataLoader[Any]):
     """Does not restore the position of torch's generator."""
 
-    def load_state_dict(self, state: Any) -> None:
+    def load_state_dict(self, state: Any, **options: Any) -> None:
         position = torch.get_rng_state()
-        super().load_state_dict(state)
+        super().load_state_dict(state, **options)
         torch.set_rng_state(position)
 
 
@@ -117,7 +117,7 @@ def test_the_law_restores_the_default_generator() -> None:
 
 @pytest.mark.filterwarnings("ignore:.* has no state_dict:UserWarning")
 def test_a_limit_bounds_endless_streams() -> None:
-    """The law checks so many batches."""
+    """The law checks ``limit`` batches."""
     stream = from_iterable(itertools.count)
     assert_resumes_exactly(lambda: DataLoader(stream, 2), limit=5)
 

@@ -90,7 +90,7 @@ async def test_a_lifespan_is_left_however_the_loop_ends(name: str, how: str) -> 
 
 
 def test_a_plain_loop_enters_its_lifespan_itself() -> None:
-    """In the consumer's thread; no other thread and no loop is started."""
+    """In the consumer's thread; no thread and no loop is started."""
     dataset = SyncLog()
     loader = DataLoader(dataset, batch_size=2, lifespan=plain)
     threads = set(threading.enumerate())  # fsspec's thread never ends
@@ -117,7 +117,6 @@ def test_a_plain_loop_enters_its_lifespan_itself() -> None:
 
 @pytest.mark.parametrize("name", ["thread", "loop", "threads"])
 async def test_a_dropped_iterator_leaves_its_lifespan(name: str) -> None:
-    """As soon as it was collected."""
     make, lifespan, options, place, events = PLACES[name]
     left = threading.Event()
 
@@ -191,7 +190,7 @@ async def test_a_loader_may_close_while_its_loop_ends() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PLACES)
 async def test_an_error_on_leaving_is_raised_at_the_end(name: str) -> None:
-    """All batches are delivered before."""
+    """All batches are delivered before the error."""
     _, loader = refused(name, "leaving")
     with pytest.raises(ConnectionRefusedError) as caught:
         await collect(loader)
@@ -200,7 +199,7 @@ async def test_an_error_on_leaving_is_raised_at_the_end(name: str) -> None:
 
 
 def test_a_plain_loop_raises_errors_of_its_lifespan() -> None:
-    """On entering and on leaving, with a note."""
+    """Errors on entering and on leaving, with a note."""
     for step in ("entering", "leaving"):
         loader = DataLoader(SyncLog(), lifespan=refusing(step, is_async=False))
         with pytest.raises(ConnectionRefusedError) as caught:
@@ -213,7 +212,7 @@ def test_a_plain_loop_raises_errors_of_its_lifespan() -> None:
 @pytest.mark.parametrize("step", ["entering", "leaving"])
 @pytest.mark.parametrize("name", ["loop", "beside a loop", "thread"])
 async def test_errors_of_a_lifespan_keep_no_iterator(name: str, step: str) -> None:
-    """Not even by the frames of their traceback."""
+    """The frames of the traceback do not keep it, either."""
     _, loader = refused(name, step)
     iterator = aiter(loader)
     left = weakref.ref(iterator)
@@ -284,7 +283,7 @@ def test_wrong_context_managers_raise_on_entering() -> None:
 
 
 async def test_with_an_executor_only_the_loader_has_a_lifespan() -> None:
-    """The user owns their workers, so the loader must read for them."""
+    """The user owns an executor's workers, so the loader must read."""
     with ThreadPoolExecutor(1) as executor:
         options = {"num_workers": 1, "workers": executor}
         with pytest.raises(ValueError, match="executor an initializer"):
@@ -299,7 +298,7 @@ async def test_with_an_executor_only_the_loader_has_a_lifespan() -> None:
 
 
 def test_closing_cancels_a_slow_entry() -> None:
-    """The consumer does not wait for it."""
+    """The consumer does not wait for the lifespan."""
     began = threading.Event()
 
     @contextlib.asynccontextmanager
@@ -377,7 +376,7 @@ def test_clients_are_used_on_the_loop_of_the_lifespan(way: str) -> None:
 
 @pytest.mark.parametrize("way", ["async for", "threads"])
 async def test_clients_are_used_on_the_callers_loop(way: str) -> None:
-    """If ``loop="caller"``, even though the dataset looks plain."""
+    """With ``loop="caller"``, even though the dataset looks plain."""
     dataset = OfClient(8)
     dataset.client = Client()
     loader: Any = DataLoader(dataset, 4, loop="caller", **WAYS[way])
@@ -449,7 +448,6 @@ def no_failure(_failure: Any) -> None:
 @pytest.mark.parametrize("way", ["threads", "transform", "for"])
 @pytest.mark.parametrize("loop", ["thread", "caller"])
 async def test_closing_cancels_awaited_reads(way: str, loop: Any) -> None:
-    """Like the coroutines of an async dataset."""
     arguments = {**WAYS[way], "loop": loop, "on_error": no_failure}
     loader: Any = DataLoader(Hanging(8), 2, **arguments)
     iterator = aiter(loader)

@@ -98,7 +98,7 @@ def expected_of(options: dict[str, Any]) -> tuple[list[Any], torch.Tensor]:
 @pytest.mark.parametrize("name", MAPS)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 async def test_batches_are_torchs(way: str, name: str, options: dict[str, Any]) -> None:
-    """In two epochs, and the random number after them, too."""
+    """In two epochs; the random number after them is torch's, too."""
     expected = expected_of(options)
     loader_options = seeded(options)
     dataset = MAPS[name]()
@@ -111,7 +111,7 @@ async def test_batches_are_torchs(way: str, name: str, options: dict[str, Any]) 
 @pytest.mark.parametrize("name", STREAMS)
 @pytest.mark.parametrize("drop_last", [False, True])
 async def test_stream_batches_are_torchs(way: str, name: str, drop_last: bool) -> None:
-    """The short last batch is kept or dropped."""
+    """With and without the short last batch."""
     loaded = await batches(way, STREAMS[name](), batch_size=6, drop_last=drop_last)
     expected = TorchLoader(SyncStream(), batch_size=6, drop_last=drop_last)
     assert labels(loaded) == labels(list(expected))
@@ -120,7 +120,7 @@ async def test_stream_batches_are_torchs(way: str, name: str, drop_last: bool) -
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("make", [SyncMap, AsyncMap, SyncStream, AsyncStream])
 async def test_without_batching_samples_are_converted(way: str, make: Any) -> None:
-    """They are not stacked."""
+    """Single samples are not stacked."""
     samples = await batches(way, make(5), batch_size=None)
     assert [index for _, index in samples] == list(range(5))
     assert all(rows.shape == (3,) for rows, _ in samples)
@@ -128,7 +128,7 @@ async def test_without_batching_samples_are_converted(way: str, make: Any) -> No
 
 @pytest.mark.parametrize("way", WAYS)
 async def test_stacked_async_datasets_are_awaited(way: str) -> None:
-    """Awaitables inside tuples and dicts."""
+    """Awaitables may be inside tuples and dicts."""
     pairs = await batches(way, StackDataset(AsyncMap(3), SyncMap(3)), batch_size=3)
     assert torch.equal(pairs[0][0][1], pairs[0][1][1])
     named = await batches(way, StackDataset(a=AsyncBatchMap2(3)), batch_size=3)
@@ -154,7 +154,7 @@ class Chained(IterableDataset[Any]):
 
 @pytest.mark.parametrize("way", WAYS)
 async def test_chained_streams_follow_each_other(way: str) -> None:
-    """Sync and async parts may be mixed."""
+    """A chain may have sync and async parts."""
     chain = ChainDataset([Chained(), SyncStream(2)])
     assert labels(await batches(way, chain, batch_size=4)) == [[0, 1, 2, 0], [1]]
 
@@ -163,7 +163,7 @@ async def test_chained_streams_follow_each_other(way: str) -> None:
 @pytest.mark.parametrize("make", [SyncMap, AsyncMap, AsyncStream, SyncStream])
 @pytest.mark.parametrize("colours", ["ss", "sa", "as", "aa"])
 async def test_functions_are_sync_or_async(way: str, make: Any, colours: str) -> None:
-    """As a transform and as a collate_fn."""
+    """Each of transform and collate_fn."""
 
     def double(pair: Any) -> int:
         return 2 * int(pair[1])
@@ -222,7 +222,7 @@ def test_gathered_batches_are_copies() -> None:
     ids=["generator", "sampler", "workers' draws", "rank"],
 )
 def test_rows_are_selected_on_the_cpu(make: Any) -> None:
-    """The tensors are there, whatever torch's default device is."""
+    """The tensors are on the CPU, whatever torch's default device is."""
 
     def epoch(context: Any) -> list[Any]:
         iterator = iter(DataLoader(tensors(5), batch_size=2, **make()))
@@ -286,7 +286,7 @@ def test_patched_methods_of_torchs_classes_are_called(
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_big_batches_are_no_views(dtype: Any, num_workers: int) -> None:
-    """So they can be detached in place, as in torch."""
+    """Only then they can be detached in place, as in torch."""
     samples = [torch.ones(1 << 18, dtype=dtype)] * 2
     for batch in DataLoader(samples, 2, num_workers=num_workers):
         assert not batch.requires_grad_().detach_().requires_grad

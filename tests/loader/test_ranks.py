@@ -102,7 +102,7 @@ def batches(ranks: list[Any]) -> list[list[int]]:
 @pytest.mark.parametrize("order", ORDERS)
 @given(n=st.integers(1, 100), world_size=st.sampled_from(WORLDS))
 def test_ranks_lose_and_repeat_nothing(order: str, n: int, world_size: int) -> None:
-    """If ranks may have uneven shares, or padding with a mask."""
+    """With uneven shares, or with padding and a mask."""
     whole = batches(loaders("map", n, 1, order, tail="uneven"))
     assert sorted(sum(whole, [])) == list(range(n))  # noqa: RUF017
     assert batches(loaders("map", n, world_size, order, tail="uneven")) == whole
@@ -113,7 +113,7 @@ def test_ranks_lose_and_repeat_nothing(order: str, n: int, world_size: int) -> N
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_any_dataset_gives_the_same_global_batches(kind: str, world_size: int) -> None:
-    """Of all kinds of datasets and lengths."""
+    """On any number of ranks, for several lengths."""
     for n in (0, 5, 48, 53):
         whole = batches(loaders(kind, n, 1, tail="uneven"))
         assert [len(batch) for batch in whole] == [24] * (n // 24) + [n % 24] * (
@@ -158,7 +158,7 @@ def test_ranks_are_those_of_distributed_sampler(n: int, world_size: int) -> None
 
 
 def test_a_distributed_sampler_is_not_split_again() -> None:
-    """It has split the samples already."""
+    """A DistributedSampler has split the samples already."""
     data: Any = range(10)
     loader: Any = DataLoader(
         Numbers(10), 2, sampler=DistributedSampler(data, 2, 1, shuffle=False)
@@ -235,7 +235,7 @@ def state_of_rank(rank: int, sampler: Any, delivered: int) -> Any:
 
 
 def test_rank_auto_reads_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And only ``rank="auto"`` does."""
+    """Without ``rank="auto"``, the environment does not matter."""
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "3")
     assert len(list(Loader(Numbers(9), 3))) == 3
@@ -278,7 +278,7 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Group:
 
 
 def test_rank_auto_uses_a_group(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rather than the environment, and even if it is made after the loader."""
+    """The process group wins over the environment; it may be made after the loader."""
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     group.is_up = False
@@ -298,14 +298,13 @@ def test_rank_auto_uses_a_group(group: Group, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_process_group_alone_splits_nothing(kind: str, group: Group) -> None:
-    """As in torch, and without a warning: it may be a validation."""
+    """As in torch, and without a warning: the loader may be for validation."""
     batches = [listed(batch) for batch in Loader(KINDS[kind](9), 3)]
     assert batches == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
 
 
 @pytest.mark.slow
 def test_persistent_workers_follow_a_change_of_ranks(group: Group) -> None:
-    """The ranks may change between two epochs."""
     options = {"num_workers": 1, "persistent_workers": True, "rank": "auto"}
     with Loader(Plain(9), 3, fetch="workers", **options) as loader:
         assert [listed(batch) for batch in loader] == [[1, 4, 7]]
@@ -323,7 +322,7 @@ STREAM = from_iterable(range(9))
 
 @pytest.mark.parametrize("tail", ["drop", "pad"])
 def test_a_tail_without_ranks_changes_no_order(tail: Any) -> None:
-    """It is torch's order."""
+    """The order is torch's."""
     torch.manual_seed(0)
     expected = list(Loader(Numbers(9), None, shuffle=True))
     torch.manual_seed(0)
@@ -360,7 +359,7 @@ def _named(value: object) -> str:
 def test_repeating_all_samples_on_each_rank_warns(
     dataset: Any, options: dict[str, Any], warns: bool, group: Group
 ) -> None:
-    """Once for each loader, when it is iterated, if there are several ranks."""
+    """Each loader warns once, when it is iterated."""
     for is_up, world_size in ((False, 3), (True, 1), (True, 3)):
         group.is_up, group.world_size = is_up, world_size
         group.rank = min(group.rank, world_size - 1)
@@ -447,7 +446,7 @@ def samples(loaders: list[Any]) -> list[str]:
 
 
 def test_states_of_different_moments_are_not_merged(shards: list[str]) -> None:
-    """Nor are those of some ranks only."""
+    """States of some of the ranks are not merged, either."""
     ranks = of_stream(TextDataset(shards).readers(24), 2)
     states = [left_at(loader, count) for count, loader in enumerate(ranks, 1)]
     with pytest.raises(StateMismatchError, match="not of one run and one moment"):

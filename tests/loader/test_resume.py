@@ -65,14 +65,13 @@ def test_a_loader_resumes_after_any_batch(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LOADERS)
 async def test_async_for_resumes_after_any_batch(name: str) -> None:
-    """The same by ``async for``."""
     await assert_resumes_exactly_async(LOADERS[name])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in LOADERS if name.startswith("async")])
 async def test_the_callers_loop_resumes_after_any_batch(name: str) -> None:
-    """The consumer's loop also reads."""
+    """The loop of the consumer also reads."""
     await assert_resumes_exactly_async(lambda: LOADERS[name](loop="caller"))
 
 
@@ -89,7 +88,7 @@ async def test_the_callers_loop_resumes_after_any_batch(name: str) -> None:
     ids=str,
 )
 def test_another_loader_resumes(options: dict[str, Any], rest: dict[str, Any]) -> None:
-    """With other workers, windows or devices."""
+    """The other loader has different workers, windows or devices."""
     name = "generator"
     assert_resumes_exactly(
         lambda: LOADERS[name](**options), resume_in=lambda: LOADERS[name](**rest)
@@ -177,7 +176,7 @@ def test_setting_the_resumed_epoch_changes_nothing() -> None:
 
 
 def test_a_state_loaded_mid_epoch_is_for_the_next_one() -> None:
-    """A warning says so."""
+    """Loading it warns."""
     loader = LOADERS["in order"]()
     iterator, state = begun(loader)
     next(iterator)
@@ -189,7 +188,7 @@ def test_a_state_loaded_mid_epoch_is_for_the_next_one() -> None:
 
 
 def test_an_empty_state_is_ignored() -> None:
-    """Frameworks save one where there is no state."""
+    """Frameworks save an empty state where there is none."""
     loader = LOADERS["in order"]()
     loader.load_state_dict({})
     assert len(listed(loader)) == 4
@@ -206,7 +205,7 @@ def test_states_are_copies() -> None:
 
 
 def test_a_failed_batch_counts_after_the_next_one() -> None:
-    """Before, resuming would read it again."""
+    """Until then, resuming would read it again."""
     loader: Any = DataLoader(SyncMap(8), 2, transform=refuse_three)
     iterator = iter(loader)
     next(iterator)
@@ -290,7 +289,7 @@ async def test_a_state_saved_during_the_first_step_is_exact(kind: str) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"prefetch_factor": 2}], ids=str)
 def test_a_failed_start_keeps_the_loaded_state(options: Any) -> None:
-    """The next iteration tries again."""
+    """The next iteration resumes."""
 
     class Shy(list[int]):
         is_ready = False
@@ -312,7 +311,7 @@ def test_a_failed_start_keeps_the_loaded_state(options: Any) -> None:
 
 
 def test_a_pickled_loader_keeps_its_loaded_state() -> None:
-    """The copy resumes, too."""
+    """The copy resumes."""
     _, state, rest = taken(DataLoader(list(range(8)), 2), 1)
     loader = loaded(DataLoader(list(range(8)), 2), state)
     assert flat(pickle.loads(pickle.dumps(loader))) == rest
@@ -322,7 +321,7 @@ def test_a_pickled_loader_keeps_its_loaded_state() -> None:
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize("kind", ["sampler", "batch_sampler"])
 def test_samplers_draw_as_in_torch(kind: str, num_workers: int) -> None:
-    """They draw before the base seed, by ``iter``."""
+    """Custom samplers draw before the base seed."""
 
     def epochs(cls: Any) -> list[Any]:
         torch.manual_seed(5)

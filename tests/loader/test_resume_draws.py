@@ -225,7 +225,7 @@ def test_resuming_an_order_moves_no_generator(name: str, key: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["shuffled", "subset, generator", "processes"])
 def test_leaving_an_epoch_saves_the_next_one(name: str) -> None:
-    """If the next iterator exists when an epoch is left, the state becomes its."""
+    """If the next iterator exists by then, the state is that of its epoch."""
     loader = make(name)
     left = iter(loader)
     next(left)
@@ -245,7 +245,7 @@ def test_leaving_an_epoch_saves_the_next_one(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["permuting", "subset, generator", "generator"])
 async def test_workers_resume_before_the_first_step(name: str) -> None:
-    """They start at ``aiter``, and the order is drawn at the first step."""
+    """Workers start at ``aiter``; the order is drawn at the first step."""
 
     def waiting() -> Any:
         return Loader(**{"dataset": Numbers(N), **LOADERS[name]()}, num_workers=1)
@@ -269,7 +269,7 @@ async def test_workers_resume_before_the_first_step(name: str) -> None:
 
 @pytest.mark.slow
 def test_unused_persistent_workers_keep_their_seed() -> None:
-    """The seed of their random numbers lasts as long as they do."""
+    """The seed of their random numbers lasts as long as the workers."""
     options = {"persistent_workers": True, "num_workers": 1, "rng": "batch"}
     loader = Loader(Noisy(N), 3, **options)
     iter(loader).close()
@@ -306,7 +306,7 @@ def test_two_loaders_resume_together(with_generator: bool) -> None:
 
 
 def test_a_waiting_state_restores_no_old_generator() -> None:
-    """Saved again later, it has the generator's current position."""
+    """Saved again later, the state has the generator's current position."""
     loader, waiting = (Loader(Numbers(N), 3, shuffle=True) for _ in range(2))
     waiting.load_state_dict(waiting.state_dict())
     list(loader)
@@ -334,7 +334,7 @@ def test_users_may_restore_the_generator_too(restores: str) -> None:
 
 
 def test_with_a_generator_the_default_one_is_not_set() -> None:
-    """The loader draws nothing from it, so loading a state does not set it."""
+    """The loader draws nothing from the default generator."""
     state = make("generator").state_dict()
     before = torch.manual_seed(3).get_state()
     make("generator").load_state_dict(state)
@@ -342,7 +342,7 @@ def test_with_a_generator_the_default_one_is_not_set() -> None:
 
 
 def test_merged_ranks_keep_their_different_seeds() -> None:
-    """Otherwise all ranks would get the generator of one."""
+    """A merged state would give the generator of one rank to all."""
     states = []
     for rank in range(2):
         torch.manual_seed(rank)
@@ -399,7 +399,7 @@ class ManyAtOnce(Numbers):
 
 
 async def test_resuming_a_stateful_async_dataset_warns() -> None:
-    """Its state counts samples of later batches."""
+    """The dataset's state counts samples of later batches."""
     loader, resumed = (Loader(ManyAtOnce(12), 2, concurrency=4) for _ in range(2))
     async with loader, resumed:
         async for _ in loader:

@@ -187,7 +187,7 @@ SAMPLERS: dict[str, Callable[[], DataLoader[Any]]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_samplers_resume_after_any_batch(name: str) -> None:
-    """Without a warning, twice in a row, and in the next epoch."""
+    """Without a warning, also when resumed twice in a row, and in the next epoch."""
     assert_resumes_exactly(SAMPLERS[name])
 
 
@@ -207,12 +207,12 @@ def test_samplers_resume_after_any_batch(name: str) -> None:
     ids=["fixed", "list", "lists", "own batches", "moving", "counting", "wrapping"],
 )
 def test_stateless_samplers_resume(make: Callable[[], DataLoader[Any]]) -> None:
-    """They give the same order each time, so they are iterated again."""
+    """Samplers with the same order in each epoch are iterated again."""
     assert_resumes_exactly(make)
 
 
 def test_a_sampler_with_a_state_is_not_repeated() -> None:
-    """It resumes after the last delivered batch, although it was read further."""
+    """The sampler resumes after the last delivered batch; it was read further."""
     loader: Any = DataLoader(Numbers(N), 2, sampler=Kept(), prefetch_factor=4)
     iterator, state = begun(loader)
     assert state["states"][0]["0"]["sampler"] == {"place": 2}
@@ -225,7 +225,7 @@ def test_a_sampler_with_a_state_is_not_repeated() -> None:
 
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_resuming_reads_only_the_rest(shuffle: bool) -> None:
-    """Of a billion; and the state stays small."""
+    """Of a billion samples; the state stays small."""
     n, half = 10**9, 10**8 // 2
 
     def loader_of(dataset: Any) -> Any:
@@ -403,7 +403,7 @@ def test_stateful_iterables_resume(
 def test_stateless_iterables_are_read_again(
     name: str, n: int, size: Any, drop_last: bool, factor: Any
 ) -> None:
-    """The samples that were delivered are dropped."""
+    """Samples that were delivered are dropped."""
     check(PLAIN[name], n, size, {"drop_last": drop_last, "prefetch_factor": factor})
 
 
@@ -411,13 +411,13 @@ def test_stateless_iterables_are_read_again(
 @COUNTS
 @pytest.mark.parametrize("name", STATEFUL)
 async def test_stateful_iterables_resume_by_async_for(name: str) -> None:
-    """While samples are prefetched."""
+    """Samples are prefetched meanwhile."""
     await assert_resumes_exactly_async(lambda: DataLoader(STATEFUL[name](11), 2))
 
 
 @pytest.mark.slow
 def test_a_stateful_iterable_resumes_in_a_worker() -> None:
-    """Its epoch is set before it is sent there."""
+    """The epoch is set on the dataset before it is sent to the worker."""
     assert_resumes_exactly(lambda: DataLoader(OnDataset(11), 4, num_workers=1))
 
 
@@ -443,7 +443,7 @@ def test_random_transforms_resume_exactly(rng: Any) -> None:
     ids=["sync", "async", "sampler"],
 )
 def test_reading_again_warns_once(make: Callable[[], Any], words: str) -> None:
-    """With the number of samples that are read again, or batches that are dropped."""
+    """The warning has the number of samples read again, or of batches dropped."""
     resumed = loaded(make(), left_at(make(), 1))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -108,7 +108,7 @@ def test_the_datasets_epoch_is_restored(make: Callable[[], Any], workers: int) -
 def test_an_epoch_set_after_loading_is_kept(
     make: Callable[[], Any], sets: bool, begins: bool
 ) -> None:
-    """It wins over the loaded state, and is saved."""
+    """The number wins over the loaded state, and is saved."""
     loader = make()
     listed(loader)
     resumed = loaded(make(), saved(loader))
@@ -245,7 +245,7 @@ def warnings_of(make: Callable[[], dict[str, Any]], epochs: int, taken: int) -> 
 @pytest.mark.parametrize("taken", [0, 1])
 @pytest.mark.parametrize("name", LOST)
 def test_inexact_resuming_warns_once(name: str, taken: int) -> None:
-    """If it may be inexact, also between two epochs."""
+    """Also between two epochs."""
     (message,) = warnings_of(LOST[name], 1, taken)
     assert "correct only if" in message
     assert warnings_of(LOST[name], 0, 0) == []
@@ -293,7 +293,7 @@ def test_workers_do_not_split_an_inner_stream(tmp_path: Path) -> None:
 
 
 def test_from_iterable_sets_the_epoch_of_its_source() -> None:
-    """So the order does not depend on the process."""
+    """The order does not depend on the process."""
     loader = Loader(from_iterable(Streamed(4)), 4)
     assert listed(loader) == [[0, 1, 2, 3]]
     assert listed(loader) == [[100, 101, 102, 103]]
@@ -315,7 +315,7 @@ def test_a_resumed_epoch_without_samples_raises(options: dict[str, Any]) -> None
 @REPEATED
 @pytest.mark.parametrize("workers", [0, 1])
 def test_resuming_a_dataset_that_shrank_raises(workers: int) -> None:
-    """It has fewer samples than were delivered."""
+    """The dataset has fewer samples than were delivered."""
     state = left_at(Loader(Plain(10), 3, num_workers=workers), 3)
     resumed = loaded(Loader(Plain(8), 3, num_workers=workers), state)
     with pytest.raises(ShardChangedError, match="ended after 8 samples"):
@@ -324,7 +324,7 @@ def test_resuming_a_dataset_that_shrank_raises(workers: int) -> None:
 
 @REPEATED
 def test_resuming_an_iterator_raises() -> None:
-    """An iterator is gone once it was read."""
+    """An iterator cannot be read again."""
     loader = Loader(iter(range(10)), 4)
     loader.load_state_dict(left_at(loader, 2))
     with pytest.raises(TypeError, match="was read before, and this epoch would lack"):
@@ -336,7 +336,7 @@ def test_resuming_an_iterator_raises() -> None:
 
 @pytest.mark.slow
 def test_readers_that_have_ended_are_not_read_again() -> None:
-    """Although their dataset starts again at its end."""
+    """Their dataset starts again at its end."""
     state = left_at(Loader(Kept(5), 2, num_workers=2), 2)
     resumed = Loader(Kept(5), 2, num_workers=2)
     assert rest_of(resumed, state) == [[4]]
@@ -362,7 +362,7 @@ def test_each_copy_of_a_dataset_resumes_its_state() -> None:
 @pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 @pytest.mark.parametrize("num_workers", [0, 1, 3])
 def test_other_workers_get_the_latest_state(num_workers: int) -> None:
-    """That is the copy of the worker that made the last delivered batch."""
+    """The state of the worker that made the last delivered batch."""
     state = left_at(Loader(Counted(), 3, num_workers=2), 3)
     resumed = Loader(Counted(), 3, num_workers=num_workers)
     assert rest_of(resumed, state) == [[709]]
@@ -370,7 +370,6 @@ def test_other_workers_get_the_latest_state(num_workers: int) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"prefetch_factor": 3}], ids=str)
 def test_prefetched_samples_do_not_count(options: dict[str, Any]) -> None:
-    """Only samples of delivered batches count."""
     state = left_at(Loader(Counted(), 3, **options), 2)
     assert state["datasets"][0] == {"loader": {"read": 6}}
     rest = [[706, 807, 908], [1009]]
@@ -392,7 +391,6 @@ class Mortal(Counted):
 
 
 def test_a_replacement_continues_a_dead_copy(tmp_path: Any) -> None:
-    """It continues from the state of the dead worker's copy."""
     loader = Loader(Mortal(str(tmp_path / "dead")), 3, num_workers=2)
     batches = listed(loader)
     assert batches == [[100, 201, 302], [103, 204, 305], [406, 507, 608], [409]]

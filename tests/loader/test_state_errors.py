@@ -221,7 +221,7 @@ def sampled(sampler: Any) -> Any:
 
 @pytest.mark.parametrize("name", CONTENTS)
 def test_a_state_of_another_sampler_is_refused_mid_epoch(name: str) -> None:
-    """Between epochs it is accepted: the next order follows from the new sampler."""
+    """Between epochs, the state of a different sampler is accepted."""
     make, make_equal, make_other = CONTENTS[name]
     loader = sampled(make())
     iterator, state = begun(loader)
@@ -246,7 +246,7 @@ def test_weights_may_change_within_an_epoch() -> None:
 
 @pytest.mark.parametrize("indices", [["a", "b"], [None], [2**70]], ids=repr)
 def test_indices_that_are_no_numbers_are_not_compared(indices: Any) -> None:
-    """They work as in torch."""
+    """Such indices work as in torch."""
     keys = dict.fromkeys([*indices, "c", "d"], 1)
     loader = Loader(keys, 1, sampler=subset([*indices, "c"]))
     iterator = iter(loader)
@@ -382,7 +382,7 @@ async def state_of(stream: Any) -> Any:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", streams())
 async def test_a_damaged_state_of_a_stream_is_refused(name: str) -> None:
-    """The stream loads it without a loader."""
+    """By the stream's own ``load_state_dict``."""
     stream = streams()[name]()
     whole = await state_of(stream)
     stream.load_state_dict(whole)
@@ -406,7 +406,7 @@ def test_harmless_changes_of_a_state_are_accepted(name: str) -> None:
     "state", ["x", 5, [1], {"a": 1}, None, {"version": 3}, {"version": "4"}], ids=repr
 )
 def test_values_that_are_no_states_are_refused(state: Any) -> None:
-    """So are states of another version."""
+    """States of another version are refused, too."""
     version = state.get("version") if isinstance(state, dict) else None
     words = "no state of" if version is None else f"of version {version!r}"
     with pytest.raises(StateMismatchError, match=words) as caught:
@@ -419,14 +419,14 @@ def test_values_that_are_no_states_are_refused(state: Any) -> None:
 
 @pytest.mark.parametrize("epoch", ["3", 2.5, None, -1], ids=repr)
 def test_set_epoch_needs_a_count(epoch: Any) -> None:
-    """The epoch is saved in states."""
+    """The number is saved in states."""
     with pytest.raises((TypeError, ValueError)):
         MAKERS["seed"]().set_epoch(epoch)
 
 
 @pytest.mark.parametrize("name", ["seed", "generator", "lines", "epoch"])
 def test_a_huge_epoch_number_costs_nothing(name: str) -> None:
-    """Nothing loops over the epochs before it."""
+    """Resuming does not loop over the epochs before."""
     loader, resumed = MAKERS[name](), MAKERS[name]()
     loader.set_epoch(10**18)
     iterator, state = begun(loader)

@@ -52,7 +52,7 @@ def cause_of(results: list[Any]) -> BaseException:
 async def test_an_iterable_that_cannot_be_opened_raises(
     way: str, dataset: Any, error: type[BaseException]
 ) -> None:
-    """It does not count as empty, and is not skipped."""
+    """The iterable does not count as empty, and is not skipped."""
     with no_leaks():
         loader = make(way, dataset(Raiser(error)), on_error="skip")
         results = await asyncio.wait_for(drain(way, loader), 20)
@@ -76,7 +76,7 @@ STEPS: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", STEPS)
 async def test_a_cancelled_step_fails_one_sample(way: str, name: str) -> None:
-    """In each step of a stream."""
+    """In any kind of step."""
 
     def stream() -> Any:
         return STEPS[name](Raiser(asyncio.CancelledError))
@@ -96,7 +96,7 @@ async def test_a_cancelled_step_fails_one_sample(way: str, name: str) -> None:
 async def test_a_stream_that_cannot_be_opened_raises_once(
     way: str, policy: Any, tmp_path: Any
 ) -> None:
-    """Whatever the policy, and not once for each sample."""
+    """Whatever the policy; there is no error for each sample."""
     dataset = TextDataset("*.txt", store=tmp_path)
     loader = make(way, dataset, on_error=policy)
     (error,) = await asyncio.wait_for(drain(way, loader), 20)
@@ -409,7 +409,7 @@ PLACES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("place", PLACES)
 async def test_workers_call_no_such_methods(place: str, way: str, kind: Any) -> None:
-    """In any epoch, and also if the loader is entered."""
+    """In any epoch, and also while the loader is entered."""
     options = PLACES[place]
     with contextlib.ExitStack() as stack:
         if callable(options.get("workers")):
@@ -467,7 +467,7 @@ class WithPrivate(Stateful):
 
 @pytest.mark.parametrize("kind", [Stateful, WithPrivate])
 def test_only_the_datasets_own_state_is_loaded(kind: Any) -> None:
-    """An iterator's state is not loaded into its dataset."""
+    """The state of an iterator is not loaded into its dataset."""
     assert_resumes_exactly(lambda: DataLoader(kind(), 3))
 
 

@@ -69,7 +69,7 @@ def cut(lengths: list[int], window: list[int], budget: int) -> list[list[int]]:
 def test_batches_of_any_lengths_are_as_documented(
     lengths: list[int], budget: int, window: int, seed: int, epoch: int, shuffle: bool
 ) -> None:
-    """In a shuffled order, if there is one; ``len`` is their number."""
+    """``len`` is the number of batches."""
     order = TokenBudgetBatchSampler(lengths, budget, window, shuffle, seed)
     order.set_epoch(epoch)
     batches = list(order)
@@ -220,7 +220,7 @@ def test_a_token_budget_resumes_after_any_batch(name: str) -> None:
 
 @pytest.mark.parametrize("tail", ["wrap", "pad", "drop", "uneven"])
 def test_ranks_take_batches_in_turn(tail: Any) -> None:
-    """They have equally many batches, except with ``tail="uneven"``."""
+    """Ranks have equally many batches, except with ``tail="uneven"``."""
     whole = list(sampler_of())
     assert len(whole) % 4 == 1
     loaders = [loader_of(rank=rank, world_size=4, tail=tail) for rank in range(4)]
@@ -293,7 +293,7 @@ def test_states_of_other_orders_are_refused(sampler: Any, message: str, k: int) 
 
 
 def test_pad_collate_pads_each_kind_of_entry() -> None:
-    """With its value and dtype; entries that are no sequences as in torch."""
+    """Each with its value and dtype; other entries are collated as in torch."""
     samples = [
         {
             "input_ids": np.array([4, 5, 6], np.uint16),

@@ -82,7 +82,7 @@ CASES: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("arguments", CASES)
 def test_attributes_are_those_of_torchs_loader(arguments: dict[str, Any]) -> None:
-    """So are private names and properties."""
+    """Public attributes, private names and properties."""
     ours: Any = DataLoader(**arguments)
     theirs: Any = torch.utils.data.DataLoader(**arguments)
     assert isinstance(ours, torch.utils.data.DataLoader)
@@ -110,7 +110,7 @@ def test_patched_collate_functions_are_called(size: Any, monkeypatch: Any) -> No
 
 
 def test_public_attributes_are_arguments() -> None:
-    """So frameworks rebuild a loader with all arguments, even unknown ones."""
+    """Frameworks rebuild a loader from them, even with unknown arguments."""
     loader = DataLoader(
         range(10),
         4,
@@ -135,7 +135,7 @@ def test_public_attributes_are_arguments() -> None:
 
 
 def test_async_iterables_count_as_iterable_datasets() -> None:
-    """Otherwise frameworks would add samplers."""
+    """Frameworks would add samplers to other datasets."""
     loader = DataLoader[Any](AsyncNumbers(), batch_size=4)
     assert isinstance(loader.dataset, IterableDataset)
     assert loader._dataset_kind == _DatasetKind.Iterable
@@ -240,7 +240,7 @@ def repeating(base: Any, *, guarded: bool) -> Any:
 @pytest.mark.parametrize("guarded", [True, False])
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_endless_samplers_work_as_in_torch(guarded: bool, num_workers: int) -> None:
-    """In three epochs over one iterator."""
+    """Three epochs over one iterator give torch's batches."""
 
     def epochs(base: Any) -> list[Any]:
         loader = repeating(base, guarded=guarded)(
@@ -271,7 +271,7 @@ def test_endless_samplers_work_as_in_torch(guarded: bool, num_workers: int) -> N
     ids=["a read per batch", "other batches"],
 )
 def test_a_sub_class_may_choose_the_order(names: Any, num_workers: int) -> None:
-    """And whether samples are collated, by torch's private names."""
+    """By torch's private names, which also decide whether samples are collated."""
     members = {name: property(get) for name, get in names.items()}
     with pytest.raises(TypeError, match="do not follow the epochs of ShuffledIndices"):
         type("Sub", (DataLoader,), members)(range(4), sampler=ShuffledIndices(4, 0))
@@ -367,7 +367,7 @@ async def test_profilers_see_no_steps_of_async_for() -> None:
 
 @pytest.mark.parametrize("options", [{}, {"num_workers": 1}])
 def test_batches_are_counted_under_torchs_name(options: dict[str, Any]) -> None:
-    """SpeechBrain's checkpoints read it, even after the end."""
+    """SpeechBrain's checkpoints read ``_num_yielded``, even after the end."""
 
     def counts(cls: Any) -> list[int]:
         iterator = iter(cls(range(5), 2, **options))
@@ -391,7 +391,7 @@ def test_samplers_are_guarded_as_in_torch() -> None:
 
 
 def test_a_reported_length_is_kept() -> None:
-    """Torch's iterators read it."""
+    """Torch's iterators read it by a private name."""
     loader = DataLoader[Any](Numbers(), batch_size=4)
     assert loader._IterableDataset_len_called is None
     assert len(loader) == 3
@@ -416,7 +416,7 @@ def test_a_temporary_iterator_gives_a_batch() -> None:
 
 
 def test_persistent_workers_are_renewed_as_in_torch() -> None:
-    """By ``_iterator``, which exists between epochs."""
+    """By shutting down ``_iterator``, which exists between epochs."""
     dataset = [0] * 4
     loader = DataLoader[Any](dataset, 4, num_workers=1, persistent_workers=True)
     assert [batch.tolist() for batch in loader] == [[0] * 4]
@@ -430,7 +430,7 @@ def test_persistent_workers_are_renewed_as_in_torch() -> None:
 
 
 def test_setting_the_iterator_to_none_ends_its_workers() -> None:
-    """Lightning's teardown does so."""
+    """Lightning's teardown sets it to None."""
     loader = DataLoader[Any](range(4), num_workers=1, persistent_workers=True)
     assert loader._iterator is None
     iterator = iter(loader)
@@ -454,13 +454,13 @@ def test_setting_the_iterator_to_none_ends_its_workers() -> None:
     ids=["transform", "rng", "ranks", "async map", "async stream"],
 )
 def test_accelerate_may_not_lose_our_options(loader: Any, lost: str) -> None:
-    """Before it makes a loader of torch's class, which would lose them."""
+    """accelerate would make a loader of torch's class."""
     with pytest.raises(ValueError, match=f"without .*{lost}.*aioloader.accelerate"):
         _ = loader._is_accelerate_prepared
 
 
 def test_accelerate_warns_if_only_speed_is_lost() -> None:
-    """The batches would be the same."""
+    """Torch's loader would deliver the same batches."""
     loader = DataLoader[Any](range(10), 4, concurrency=3)
     with pytest.warns(UserWarning, match=r"batches are the same.*accelerate\.prepare"):
         assert loader._is_accelerate_prepared is False
@@ -576,7 +576,7 @@ class Mapped(DataLoader[Any]):
 
 
 def test_a_subclass_uses_its_constructor_arguments() -> None:
-    """They are attributes, too, from which frameworks rebuild a loader."""
+    """They are attributes, too: frameworks rebuild loaders from these."""
     options: Any = {"transform": tenfold, "concurrency": 3, "prefetch_factor": "auto"}
     plain = Plain(range(4), batch_size=2, **options)
     assert vars(plain)["concurrency"] == 3
@@ -586,7 +586,7 @@ def test_a_subclass_uses_its_constructor_arguments() -> None:
 
 
 def test_attributes_of_a_loader_may_change() -> None:
-    """From the next iteration on, as in torch."""
+    """They apply from the next iteration on, as in torch."""
     loader: DataLoader[Any] = DataLoader(range(4), batch_size=2)
     loader.transform = tenfold
     assert [batch.tolist() for batch in loader] == [[0, 10], [20, 30]]
