@@ -104,13 +104,13 @@ PLACES: dict[str, tuple[Any, Any, dict[str, Any], str, list[str]]] = {
     "loop": (AsyncLog, on_loop, {}, "aioloader-loop", ONCE),
     "loop, plain": (AsyncLog, plain, {}, "aioloader-loop", ONCE),
     "caller": (AsyncLog, on_loop, {"loop": "caller"}, "MainThread", ONCE),
-    "beside a loop": (SyncLog, plain, {"transform": pass_on}, "aioloader-cpu", ONCE),
+    "thread, loop": (SyncLog, plain, {"transform": pass_on}, "aioloader-cpu", ONCE),
     "for a transform": (
         *(SyncLog, on_loop),
         *({"transform": pass_on}, "aioloader-loop", ONCE),
     ),
     "iterable": (SyncStreamLog, plain, {}, "aioloader-cpu", CLOSED),
-    "iterable beside a loop": (
+    "iterable, loop": (
         *(SyncStreamLog, plain),
         *({"collate_fn": pass_on}, "aioloader-cpu", CLOSED),
     ),

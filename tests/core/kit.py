@@ -100,7 +100,7 @@ async def released() -> AsyncIterator[None]:
 def counted_starts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Record the name of each thread that is started in the block.
 
-    The watchdog of blocked loops does not count: it comes and goes on a busy machine.
+    The watchdog of blocked loops does not count: a busy machine starts it at any time.
     """
     started: list[str] = []
     start = threading.Thread.start

@@ -190,7 +190,7 @@ async def test_tasks_get_batches_in_order_of_arrival(
 @pytest.mark.parametrize("cancelled", range(4))
 @pytest.mark.parametrize("way", ASYNC_WAYS)
 async def test_a_cancelled_task_loses_no_batch(way: str, cancelled: int) -> None:
-    """Tasks that wait behind a cancelled task move up."""
+    """Tasks that wait after a cancelled one move up."""
     gate = threading.Event()
     iterator = aiter(make(way, Closed(16, gate)))
     steps = [asyncio.create_task(anext(iterator)) for _ in range(4)]

@@ -69,7 +69,7 @@ async def test_a_lifespan_is_left_however_the_loop_ends(name: str, how: str) -> 
     dataset = make(40)
     if how == "error":
         options = {**options, "collate_fn": refuse}
-        if name == "iterable beside a loop":
+        if name == "iterable, loop":
             options["transform"] = pass_on
     loader = Loader(dataset, batch_size=2, lifespan=lifespan, **options)
 
@@ -210,7 +210,7 @@ def test_a_plain_loop_raises_errors_of_its_lifespan() -> None:
 
 
 @pytest.mark.parametrize("step", ["entering", "leaving"])
-@pytest.mark.parametrize("name", ["loop", "beside a loop", "thread"])
+@pytest.mark.parametrize("name", ["loop", "thread, loop", "thread"])
 async def test_errors_of_a_lifespan_keep_no_iterator(name: str, step: str) -> None:
     """The frames of the traceback do not keep it, either."""
     _, loader = refused(name, step)
