@@ -1,4 +1,4 @@
-"""Run what would block the test's loop in a thread of its own."""
+"""Run a function that would block the test's loop in its own thread."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -10,5 +10,5 @@ T = TypeVar("T")
 
 
 async def beside(function: Callable[[], T]) -> T:
-    """Return ``function()``, run in a thread of its own while the loop goes on."""
+    """Return ``function()``, run in its own thread while the loop keeps running."""
     return await in_thread(function, executor=CpuThread.once())

@@ -27,7 +27,7 @@ settings.register_profile(
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
-# ``make fuzz`` asks for it: ten times as many, and others each time.
+# ``make fuzz`` uses it: ten times as many examples, different ones each time.
 settings.register_profile(
     "fuzz", settings.get_profile("aioloader"), max_examples=400, derandomize=False
 )
@@ -46,22 +46,22 @@ def pytest_asyncio_loop_factories(
 
 @pytest.fixture(scope="session", autouse=True)
 def warm() -> None:
-    """Do once what would disturb the counts: runtimes of the process, a collection."""
+    """Start the process-wide runtimes once, so that tests can count threads."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        # Begun in the background by a shell; the tests of Ctrl-C pass it on.
+        # A shell's background jobs ignore SIGINT; the tests of Ctrl-C need it.
         signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     store = MemoryStore()
     obstore.put(store, "key", b"")
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_read(store))
-    warm_up()  # what workers are forked from
+    warm_up()  # the fork server
     multiprocessing.get_all_start_methods()  # 3.14 tries to write a temporary file
 
 
 @pytest.fixture(scope="module", autouse=True)
 def frozen() -> None:
-    """Leave what the tests before have made out of the collections to come."""
+    """Keep the objects of earlier tests out of later garbage collections."""
     gc.collect()
     gc.freeze()
 
@@ -72,7 +72,7 @@ async def _read(store: MemoryStore) -> None:
 
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
-    """Fail a test that leaves a thread, a descriptor or a child behind."""
+    """Fail a test that leaves a thread, a descriptor or a child process."""
     before = Resources.now()
     yield
     left, _ = UNDER_WAY.get(), UNDER_WAY.set(None)
@@ -92,7 +92,7 @@ def nothing_blocks(request: pytest.FixtureRequest) -> Iterator[None]:
         receive.deactivate()
         receive.can_block_predicate = _returns_at_once
         receive.activate()
-        # asyncpg looks for the small local file of passwords at each connection.
+        # asyncpg looks for the local password file at each connection.
         stat = detector.functions["os.stat"]
         stat.can_block_in("asyncpg/connect_utils.py", "_read_password_file")
         # tqdm's lock, where processes are not forked by default.
@@ -109,7 +109,7 @@ def _returns_at_once(end: socket.socket, *arguments: Any) -> bool:
 
 @pytest.fixture
 def fork_is_default() -> Iterator[None]:
-    """Start workers by forks unless told otherwise, as Python did before 3.14."""
+    """Make fork the default start method, as before Python 3.14."""
     before = multiprocessing.get_start_method(allow_none=True)
     multiprocessing.set_start_method("fork", force=True)
     yield
@@ -119,4 +119,4 @@ def fork_is_default() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     """Start each test from the same random state."""
-    torch.default_generator.manual_seed(0)  # all devices' would take two milliseconds
+    torch.default_generator.manual_seed(0)  # seeding all devices takes two milliseconds

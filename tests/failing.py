@@ -1,4 +1,4 @@
-"""Datasets that fail on purpose, and a consumer that goes on."""
+"""Datasets that fail on purpose, and a consumer that continues after errors."""
 
 import asyncio
 from collections.abc import Callable
@@ -9,10 +9,10 @@ from samples import AsyncMap, SyncMap
 
 
 class OddError(Exception):
-    """Cannot be made from its args alone."""
+    """Cannot be rebuilt from its ``args``."""
 
-    def __init__(self, one: int, two: int) -> None:
-        super().__init__(f"{one} and {two}")
+    def __init__(self, first: int, second: int) -> None:
+        super().__init__(f"{first} and {second}")
 
 
 def failing(base: Any, *bad: int, error: Callable[[], BaseException]) -> Any:
@@ -37,14 +37,14 @@ def failing(base: Any, *bad: int, error: Callable[[], BaseException]) -> Any:
 
 
 async def drain(way: str, loader: Any) -> list[Any]:
-    """Return batches as lists and errors as they are, to the end of the epoch."""
+    """Return batches as lists, and errors as they are, until the end of the epoch."""
     iterator = iter(loader) if way == "for" else aiter(loader)
-    found: list[Any] = []
+    results: list[Any] = []
     while True:
         try:
             batch = await step(way, iterator)
-        except Exception as error:  # noqa: BLE001  (what is looked at)
+        except Exception as error:  # noqa: BLE001  (a result)
             batch = error
         if batch is None:
-            return found
-        found.append(batch if isinstance(batch, Exception) else batch.tolist())
+            return results
+        results.append(batch if isinstance(batch, Exception) else batch.tolist())

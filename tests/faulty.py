@@ -1,4 +1,4 @@
-"""Datasets that misbehave at chosen samples, and what they can do."""
+"""Datasets that crash, exit or hang at chosen samples, and helpers for processes."""
 
 import asyncio
 import contextlib
@@ -27,46 +27,46 @@ from samples import collect
 Act = Callable[[], object]
 
 
-# -- what a sample can do -----------------------------------------------------------
+# -- acts of a sample ---------------------------------------------------------------
 
 
 def kill_itself() -> None:
-    """As the kernel does when memory is short."""
+    """Die as by the kernel's out-of-memory killer."""
     signal.raise_signal(signal.SIGKILL)
 
 
 def segfault() -> None:
-    """As broken native code does."""
+    """Crash as broken native code does."""
     ctypes.string_at(0)
 
 
 def leave() -> None:
-    """Without a word to anybody."""
+    """Exit at once, without cleaning up."""
     os._exit(7)
 
 
 def exit_politely() -> None:
-    """As a script does, deep inside of a library."""
+    """Raise SystemExit, as a script may do deep inside a library."""
     sys.exit(9)
 
 
 def sleep_forever() -> None:
-    """Stuck in Python."""
+    """Hang in Python."""
     threading.Event().wait()
 
 
 def spin_in_c() -> None:
-    """Stuck in native code that holds the interpreter's lock."""
+    """Hang in native code that holds the GIL."""
     re.match(r"(a+)+$", "a" * 64 + "b")
 
 
 def stop_itself() -> None:
-    """As a debugger, or a job control of the shell, does."""
+    """Stop as under a debugger or a shell's job control."""
     signal.raise_signal(signal.SIGSTOP)
 
 
 def first_time(mark: Path) -> bool:
-    """Tell whether no process has asked for this mark before."""
+    """Create the file ``mark``; return whether it did not exist before."""
     try:
         os.close(os.open(mark, os.O_CREAT | os.O_EXCL))
     except FileExistsError:
@@ -78,13 +78,13 @@ def first_time(mark: Path) -> bool:
 
 
 class Faulty:
-    """Augmented samples; at some of them something happens.
+    """Augmented samples; reading some of them calls ``act``.
 
     Args:
         n: Number of samples.
-        at: Where it happens.
-        act: What happens.
-        marks: A folder, where it is to happen once at each; else it does every time.
+        at: Indices of the samples that call ``act``.
+        act: The function that is called.
+        marks: A folder: call ``act`` only once for each sample. None: every time.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Faulty:
         return self.n
 
     def happen(self, index: int) -> None:
-        """Let it happen, if this is where."""
+        """Call ``act`` if ``index`` is one of the chosen samples."""
         if index not in self.at:
             return
         if self.marks is None or first_time(self.marks / str(index)):
@@ -115,7 +115,7 @@ class Faulty:
 
 
 class AsyncFaulty(Faulty):
-    """The same as a coroutine; several batches are in hand at once."""
+    """The same as a coroutine; several batches are in progress at once."""
 
     async def __getitem__(self, index: int) -> Any:
         await asyncio.sleep(0)
@@ -124,7 +124,7 @@ class AsyncFaulty(Faulty):
 
 
 class FaultyStream(Faulty, IterableDataset[Any]):
-    """Each worker reads a stream of its own; one of them misbehaves."""
+    """Each worker reads its own stream; ``act`` is called in one of them."""
 
     def __iter__(self) -> Iterator[int]:
         worker: Any = torch.utils.data.get_worker_info()
@@ -146,7 +146,7 @@ class FaultyAsyncStream(FaultyStream):
 
 
 class Pids:
-    """Says which process made a sample."""
+    """Samples are the pid of the process that reads them."""
 
     def __init__(self, n: int = 24) -> None:
         self.n = n
@@ -186,31 +186,31 @@ CONSUMERS = [in_thread, on_asyncio, on_uvloop]
 
 
 def outcomes(loader: DataLoader[Any]) -> list[Any]:
-    """Return all batches, and in place of those that failed the errors."""
-    found: list[Any] = []
+    """Return all batches, and the errors of those that failed."""
+    results: list[Any] = []
     iterator = iter(loader)
     while True:
         try:
-            found.append(next(iterator))
+            results.append(next(iterator))
         except StopIteration:
-            return found
-        except Exception as error:  # noqa: BLE001  (it is looked at)
+            return results
+        except Exception as error:  # noqa: BLE001  (a result)
             error.__traceback__ = None  # it would keep the iterator
-            found.append(error)
+            results.append(error)
 
 
 async def outcomes_async(loader: DataLoader[Any]) -> list[Any]:
     """Return the same, by ``async for``."""
-    found: list[Any] = []
+    results: list[Any] = []
     iterator = aiter(loader)
     while True:
         try:
-            found.append(await anext(iterator))
+            results.append(await anext(iterator))
         except StopAsyncIteration:
-            return found
-        except Exception as error:  # noqa: BLE001  (it is looked at)
+            return results
+        except Exception as error:  # noqa: BLE001  (a result)
             error.__traceback__ = None  # it would keep the iterator
-            found.append(error)
+            results.append(error)
 
 
 def outcomes_on_asyncio(loader: DataLoader[Any]) -> list[Any]:
@@ -235,31 +235,31 @@ def workers_of(loader: DataLoader[Any]) -> dict[int, int]:
 
 
 def pids_of(pool: Any) -> dict[int, int]:
-    """Return the pids of a pool's workers, by number, once all are born."""
+    """Return the pids of a pool's workers, by number, once all have started."""
     while True:
         pool.collect()
-        pids = {one.number: one.pid for one in pool._dispatcher.workers}
+        pids = {worker.number: worker.pid for worker in pool._dispatcher.workers}
         if None not in pids.values():
             return pids
         poll = select.poll()
         for descriptor in pool.descriptors():
             poll.register(descriptor, select.POLLIN)
-        assert poll.poll(20_000), "no worker was born"
+        assert poll.poll(20_000), "no worker started"
 
 
 def await_news(loader: DataLoader[Any]) -> None:
-    """Wait until who watches over the kept workers has something to say."""
+    """Wait until the launcher of the kept workers has reported a death."""
     pool: Any = loader._live.pools._kept[0]
     if isinstance(pool, PortablePool):  # a thread, which has replaced the worker
         with pool._gone:
             are_there = pool._gone.wait_for(
                 lambda: all(map(ProcessLink.look, pool._all)), 20
             )
-        assert are_there, "nobody told of a death"
+        assert are_there, "no death was reported"
         return
     poll = select.poll()
     poll.register(pool._launcher.control, select.POLLIN)
-    assert poll.poll(20_000), "nobody told of a death"
+    assert poll.poll(20_000), "no death was reported"
 
 
 def await_ready(pool: Any) -> None:
@@ -283,7 +283,7 @@ def start_workers(loader: DataLoader[Any]) -> None:
 
 
 def pools_of(iterator: Any) -> Any:
-    """Return the pool that an iterator draws from, begun or not."""
+    """Return the pool that an iterator takes batches from, started or not."""
     steps = iterator._steps
     return (steps.feed or steps.prepared).pipeline.pool._pool
 
@@ -312,7 +312,7 @@ def await_end(process: int, seconds: float = 20) -> None:
 
 
 def is_alive(pid: int) -> bool:
-    """Tell whether a process runs: it is there, and no zombie."""
+    """Return whether a process runs, and is no zombie."""
     with contextlib.suppress(OSError):
         text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii")
         return text.rpartition(")")[2].split()[0] not in {"Z", "X"}
@@ -320,7 +320,7 @@ def is_alive(pid: int) -> bool:
 
 
 def await_gone(pids: list[int], seconds: float = 20) -> list[int]:
-    """Wait, bounded, until these processes have ended; return those that have not."""
+    """Wait until these processes have ended; return those that have not in time."""
     until = time.monotonic() + seconds
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
@@ -333,16 +333,16 @@ def await_gone(pids: list[int], seconds: float = 20) -> list[int]:
 
 
 def workers_by(kind: str) -> dict[str, Any]:
-    """Return the arguments for workers that are threads, or start in this way."""
+    """Return the loader's arguments for a kind of worker, or a start method."""
     if kind in {"process", "thread"}:
         return {"workers": kind}
     return {"multiprocessing_context": kind}
 
 
 def session(leader: int) -> list[int]:
-    """Return the processes of a session, and of those that its workers lead.
+    """Return the processes of a session, and of the sessions that its workers lead.
 
-    A worker without a parent counts too: its supervisor was of some session.
+    Orphaned workers count, too: their supervisor was in some session.
     """
     stats = {}
     for entry in Path("/proc").glob("[0-9]*"):

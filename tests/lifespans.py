@@ -1,4 +1,4 @@
-"""Datasets that note what happens to them, and lifespans for every place."""
+"""Datasets that record events, and lifespans for every place."""
 
 import asyncio
 import contextlib
@@ -12,7 +12,7 @@ NOTE = "aioloader: in stage 'lifespan', {} it"
 
 
 class Log:
-    """Mixed into datasets: what happened, and in which threads."""
+    """Mixin for datasets: records events and the threads of the lifespan."""
 
     def __init__(self, n: int = 8) -> None:
         super().__init__(n)  # type: ignore[call-arg]
@@ -20,17 +20,17 @@ class Log:
         self.where: list[str] = []
 
     def note(self, event: str) -> None:
-        """Note an event; of reads only that there were some."""
+        """Record an event; successive reads count as one."""
         if event != "read" or self.events[-1:] != ["read"]:
             self.events.append(event)
         if event != "read":
             self.where.append(threading.current_thread().name)
 
     def taken(self) -> tuple[list[str], set[str]]:
-        """Return and forget what happened, and where the lifespan was."""
-        found = self.events, set(self.where)
+        """Return and clear the events and the lifespan's threads."""
+        taken = self.events, set(self.where)
         self.events, self.where = [], []
-        return found
+        return taken
 
 
 class SyncLog(Log, SyncMap):
@@ -75,7 +75,7 @@ class AsyncStreamLog(Log, AsyncStream):
 
 @contextlib.contextmanager
 def plain(dataset: Any) -> Iterator[None]:
-    """Note entry and exit; no ``finally``, as in many a lifespan."""
+    """Record entry and exit; without ``finally``, as in many lifespans."""
     dataset.note("enter")
     yield
     dataset.note("leave")
@@ -83,7 +83,7 @@ def plain(dataset: Any) -> Iterator[None]:
 
 @contextlib.asynccontextmanager
 async def on_loop(dataset: Any) -> AsyncIterator[None]:
-    """Note entry and exit, with suspensions."""
+    """Record entry and exit, with suspensions."""
     await asyncio.sleep(0)
     dataset.note("enter")
     yield
@@ -98,19 +98,19 @@ async def pass_on(sample: Any) -> Any:
 
 ONCE = ["enter", "read", "leave"]
 CLOSED = ["enter", "read", "closed", "leave"]
-# Dataset, lifespan, options, where it is entered, what happens.
+# Dataset, lifespan, options, the thread that enters it, and the events.
 PLACES: dict[str, tuple[Any, Any, dict[str, Any], str, list[str]]] = {
     "thread": (SyncLog, plain, {}, "aioloader-cpu", ONCE),
     "loop": (AsyncLog, on_loop, {}, "aioloader-loop", ONCE),
     "loop, plain": (AsyncLog, plain, {}, "aioloader-loop", ONCE),
     "caller": (AsyncLog, on_loop, {"loop": "caller"}, "MainThread", ONCE),
-    "beside a loop": (SyncLog, plain, {"transform": pass_on}, "aioloader-cpu", ONCE),
+    "thread, loop": (SyncLog, plain, {"transform": pass_on}, "aioloader-cpu", ONCE),
     "for a transform": (
         *(SyncLog, on_loop),
         *({"transform": pass_on}, "aioloader-loop", ONCE),
     ),
     "iterable": (SyncStreamLog, plain, {}, "aioloader-cpu", CLOSED),
-    "iterable beside a loop": (
+    "iterable, loop": (
         *(SyncStreamLog, plain),
         *({"collate_fn": pass_on}, "aioloader-cpu", CLOSED),
     ),
@@ -126,13 +126,13 @@ PLACES: dict[str, tuple[Any, Any, dict[str, Any], str, list[str]]] = {
 }
 
 
-def refusing(what: str, *, is_async: bool) -> Any:
-    """Return a lifespan that raises when it is entered, or left, every time anew."""
+def refusing(step: str, *, is_async: bool) -> Any:
+    """Return a lifespan that raises a new error on each entry, or on each exit."""
 
     @contextlib.contextmanager
     def lifespan(dataset: Any) -> Iterator[None]:
         dataset.note("enter")
-        if what == "entering":
+        if step == "entering":
             raise ConnectionRefusedError(len(dataset.where))
         yield
         dataset.note("leave")

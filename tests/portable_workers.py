@@ -1,7 +1,7 @@
-"""A plugin of pytest: all worker processes are the portable ones, started quickly.
+"""A pytest plugin: all worker processes are the portable ones, started quickly.
 
-They are forks of the tests' process, and not new interpreters; all else is the same.
-``linux`` marks tests that are about the other ones, which it leaves out.
+They are forks of the test process instead of new interpreters. Tests with the mark
+``linux`` are about Linux's own workers, and are left out.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ _MOST_DESCRIPTORS = 4096
 
 
 class Forked:
-    """What ``Link`` uses of a ``subprocess.Popen``."""
+    """The part of ``subprocess.Popen`` that ``Link`` uses."""
 
     def __init__(
         self, command: list[str], *, pass_fds: list[int], env: dict[str, str], **_: Any
@@ -53,7 +53,7 @@ class Forked:
 
     def poll(self) -> int | None:
         if self.returncode is None:
-            with contextlib.suppress(ChildProcessError):  # a child's copy
+            with contextlib.suppress(ChildProcessError):  # a copy in a child process
                 pid, status = os.waitpid(self.pid, os.WNOHANG)
                 if pid:
                     self.returncode = os.waitstatus_to_exitcode(status)
@@ -77,9 +77,9 @@ def _no_loop() -> None:
 
 def _close_all_but(kept: set[int]) -> None:
     ends = sorted(kept)
-    for one, following in zip(ends, [*ends[1:], _MOST_DESCRIPTORS], strict=True):
-        if one + 1 < following:  # else all would be closed
-            os.closerange(one + 1, following)
+    for end, following in zip(ends, [*ends[1:], _MOST_DESCRIPTORS], strict=True):
+        if end + 1 < following:  # else all would be closed
+            os.closerange(end + 1, following)
 
 
 def pytest_configure() -> None:
@@ -92,7 +92,7 @@ def pytest_configure() -> None:
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> None:
-    """Leave out what is about the workers of Linux alone."""
+    """Deselect tests of Linux's own workers."""
     left = [
         item
         for item in items

@@ -1,4 +1,4 @@
-"""The law of resuming in this process alone: another one takes seconds to start."""
+"""``assert_resumes_exactly`` in this process: a new one takes seconds to start."""
 
 from functools import partial
 

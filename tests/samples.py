@@ -1,4 +1,4 @@
-"""Small datasets of every kind and colour, for all tests."""
+"""Small datasets of every kind, for all tests."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
@@ -11,12 +11,12 @@ Pair = tuple[torch.Tensor, int]
 
 
 def sample(index: int) -> Pair:
-    """Return what every dataset here holds at ``index``."""
+    """Return sample ``index`` of every dataset here."""
     return torch.full((3,), float(index)), index
 
 
 class SyncMap(Dataset[Pair]):
-    """Plain ``__getitem__``; remembers what it was asked for."""
+    """Plain ``__getitem__``; records the indices that were read."""
 
     def __init__(self, n: int = 20) -> None:
         self.n = n
@@ -86,12 +86,12 @@ def tensors(n: int = 20) -> TensorDataset:
 
 
 def labels(batches: list[Any]) -> list[list[int]]:
-    """Return the indices in ``batches``, having checked that the rows are theirs."""
-    found = []
+    """Check the rows in ``batches``, and return the indices."""
+    indices = []
     for rows, index in batches:
         assert torch.equal(rows, index[:, None].float().expand(-1, 3))
-        found.append(index.tolist())
-    return found
+        indices.append(index.tolist())
+    return indices
 
 
 async def collect(loader: Any) -> list[Any]:

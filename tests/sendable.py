@@ -1,4 +1,4 @@
-"""What a batch can hold: some hundred kinds, each made by a function of its size."""
+"""A hundred kinds of batch contents, each made by a function of its size."""
 
 import collections
 import dataclasses
@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pack_sequence
 
 from aioloader._transport.slots import MIN_BYTES
 
-# Rows of a matrix of floats, 8 wide: below and above what travels in a slot.
+# Rows of an 8-column float matrix: too small for a slot, and large enough.
 SMALL, LARGE = 4, 2 * MIN_BYTES // (4 * 8)
 
 
@@ -51,7 +51,7 @@ class Record:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Slotted:
-    """One without a dictionary."""
+    """A data class without a ``__dict__``."""
 
     value: Any
 
@@ -77,9 +77,9 @@ def tagged(n: int) -> torch.Tensor:
 
 
 def words(n: int) -> Words:
-    found = Words(ids=rows(n).long())
-    found.lengths = [n]  # type: ignore[attr-defined]
-    return found
+    tokens = Words(ids=rows(n).long())
+    tokens.lengths = [n]  # type: ignore[attr-defined]
+    return tokens
 
 
 def structured(n: int) -> Any:
@@ -96,7 +96,7 @@ def deep(n: int) -> Any:
 
 
 def one_of_another(n: int) -> Any:
-    """Return tensors of one memory, as inputs and targets of a language model are."""
+    """Return tensors that share memory, as inputs and targets of a language model."""
     tokens = rows(n)
     return {
         "inputs": tokens[:, :-1],
@@ -127,7 +127,7 @@ def quantised_by_channel(n: int) -> torch.Tensor:
 
 
 def imported(n: int) -> Any:
-    """Return arrays beside tensors of the same memory: they do not stay together."""
+    """Return a tensor and arrays of its memory; sent, they no longer share it."""
     tensor = rows(n)
     return tensor, tensor.numpy(), tensor.numpy()[1:]
 

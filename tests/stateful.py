@@ -1,4 +1,4 @@
-"""Datasets and samplers with a state, as torchdata wants it."""
+"""Datasets and samplers with a state, in torchdata's protocol."""
 
 from collections.abc import Iterator
 
@@ -16,7 +16,7 @@ class Numbers(Dataset[int]):
 
 
 class Counted(Numbers):
-    """Map-style; its samples tell how many were read before, by this copy."""
+    """Map-style; its samples contain how many this copy has read."""
 
     def __init__(self) -> None:
         self.read = 0
@@ -49,7 +49,7 @@ class Plain(IterableDataset[int]):
 
 
 class Kept(Plain):
-    """The dataset has a state, and begins anew at its end."""
+    """The dataset has a state, and starts again at its end."""
 
     place = 0
 
@@ -97,7 +97,7 @@ class Cursors(Plain):
 
 
 class Epochs(Plain):
-    """The dataset knows its epoch, the iterator its place."""
+    """The dataset's state has the epoch, the iterator's the position."""
 
     epoch = 0
 
@@ -163,7 +163,7 @@ class Streamed(Plain):
 
 
 class Started(Plain):
-    """It shows a loaded state at once, and keeps it as the start of each epoch."""
+    """A loaded state shows at once, and remains the start of each epoch."""
 
     start = place = 0
 

@@ -1,4 +1,4 @@
-"""Datasets and functions for workers: importable there, telling of where they ran."""
+"""Datasets and functions that workers can import; some report where they ran."""
 
 import asyncio
 import os
@@ -16,13 +16,13 @@ from samples import AsyncMap, Pair, sample
 
 
 def share(n: int) -> range:
-    """Return the part of ``range(n)`` that is this worker's, or all of it."""
+    """Return this worker's part of ``range(n)``, or all of it outside workers."""
     info = torch_worker_info()
     return range(n) if info is None else range(info.id, n, info.num_workers)
 
 
 class Sharded(IterableDataset[Pair]):
-    """Each worker reads every so many-th sample."""
+    """Each worker reads every ``num_workers``-th sample."""
 
     def __init__(self, n: int) -> None:
         self.n = n
@@ -32,7 +32,7 @@ class Sharded(IterableDataset[Pair]):
 
 
 class Uneven(IterableDataset[Pair]):
-    """Each worker has another number of samples: the first ones few."""
+    """Each worker has its own number of samples."""
 
     def __init__(self, *lengths: int) -> None:
         self.lengths = lengths
@@ -70,21 +70,21 @@ class Drawing(Dataset[Any]):
 
 
 class Stream(IterableDataset[Any]):
-    """Draws for each sample, and gives each worker its share."""
+    """Draws for each sample; each worker reads its share."""
 
     def __iter__(self) -> Iterator[Any]:
         return ((index, draw()) for index in share(12))
 
 
 class Numbers(Drawing):
-    """Gives its indices."""
+    """Samples are their indices."""
 
     def __getitem__(self, index: int) -> Any:
         return index
 
 
 class AsyncNumbers(AsyncMap):
-    """Gives its indices, a little later."""
+    """Samples are their indices, after a suspension."""
 
     async def __getitem__(self, index: int) -> Any:
         await asyncio.sleep(0)
@@ -92,7 +92,7 @@ class AsyncNumbers(AsyncMap):
 
 
 class AsyncDrawing(AsyncMap):
-    """Draws for each sample from the worker's own generators, amid other samples."""
+    """Draws from the worker's own generators, interleaved with other samples."""
 
     async def __getitem__(self, index: int) -> Any:
         await asyncio.sleep(0)
@@ -118,7 +118,7 @@ def draw_own(_sample: Any = None) -> torch.Tensor:
 
 
 def pid(_sample: Any = None) -> int:
-    """Return where it runs."""
+    """Return the pid of this process."""
     return os.getpid()
 
 
@@ -128,7 +128,7 @@ def double(value: Any) -> Any:
 
 
 async def double_async(value: Any) -> Any:
-    """Return twice the value, a little later."""
+    """Return twice the value, after a suspension."""
     await asyncio.sleep(0)
     return 2 * value
 
@@ -139,7 +139,7 @@ def total(samples: list[Any]) -> Any:
 
 
 async def total_async(samples: list[Any]) -> Any:
-    """Return the sum, a little later."""
+    """Return the sum, after a suspension."""
     await asyncio.sleep(0)
     return sum(samples)
 
@@ -150,16 +150,16 @@ def first(samples: list[Any]) -> Any:
 
 
 def asked(dataset: Any, question: Callable[[Any], Any], **options: Any) -> Any:
-    """Return what ``question`` finds about the dataset in a worker."""
+    """Return ``question(dataset)``, called in a worker."""
     loader: Any = DataLoader(
         Asked(dataset, question), num_workers=1, collate_fn=first, **options
     )
-    (found,) = loader
-    return found
+    (answer,) = loader
+    return answer
 
 
 class Asked:
-    """A dataset that answers a question about another one."""
+    """A dataset whose only sample is ``question(dataset)``."""
 
     def __init__(self, dataset: Any, question: Callable[[Any], Any]) -> None:
         self.dataset = dataset

@@ -1,4 +1,4 @@
-"""What the cases of all packages share: data, loaders of both engines, records.
+"""Data, loaders of both engines, and records, for the cases of all packages.
 
 Torch's loader reads a dataset that adds ``SHIFT`` to each value; ours reads the plain
 one and has a ``transform`` that adds it. Equal batches then prove that each engine ran:
@@ -53,7 +53,7 @@ class AsyncNumbers(Numbers):
 
 
 class Stream(IterableDataset[Any]):
-    """The same, in order; each worker reads every so many-th."""
+    """The same as a stream; each worker reads every ``num_workers``-th number."""
 
     def __init__(self, n: int) -> None:
         self.n = n
@@ -66,14 +66,14 @@ class Stream(IterableDataset[Any]):
 
 
 class SizedStream(Stream):
-    """One that knows its length."""
+    """The same with a length."""
 
     def __len__(self) -> int:
         return self.n
 
 
 class Shifted(Dataset[Any]):
-    """What ``transform=shift`` gives, for torch's loader."""
+    """A dataset with ``transform=shift`` applied, for torch's loader."""
 
     def __init__(self, inner: Any, shift: Any = shift) -> None:
         self.inner, self.shift = inner, shift
@@ -100,7 +100,7 @@ class ShiftedStream(IterableDataset[Any]):
 
 
 class SizedShiftedStream(ShiftedStream):
-    """One that knows its length."""
+    """The same with a length."""
 
     def __len__(self) -> int:
         return len(self.inner)
@@ -132,9 +132,9 @@ def plain(value: Any) -> Any:
     if isinstance(value, (np.ndarray, np.generic)):
         return value.tolist()
     if isinstance(value, dict):
-        return {str(key): plain(one) for key, one in value.items()}
+        return {str(key): plain(part) for key, part in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain(one) for one in value]
+        return [plain(part) for part in value]
     return value
 
 
@@ -151,7 +151,7 @@ def stopped(loader: Any, steps: int) -> tuple[list[Any], Any]:
 
 
 def resumed(loader: Any, state: Any, epochs: int = 1) -> list[Any]:
-    """Return the batches of epochs after a state; the first is the rest of one."""
+    """Load a state; return the rest of its epoch, and further epochs."""
     loader.load_state_dict(state)
     return [batches(loader) for _ in range(epochs)]
 
@@ -181,7 +181,7 @@ class Kit:
         return aioloader.DataLoader if self.is_ours else torch.utils.data.DataLoader
 
     def data(self, dataset: Any) -> Any:
-        """Return what this engine's loader is to read: torch's has the shift in it."""
+        """Return the dataset for this engine's loader; torch's has the shift in it."""
         if self.is_ours:
             return dataset
         if not isinstance(dataset, IterableDataset):
@@ -223,7 +223,7 @@ class Kit:
         return aioloader.merge_states(states)
 
     def prepared(self, accelerator: Any, *objects: Any) -> Any:
-        """Return what accelerate makes of the objects."""
+        """Return the objects, prepared by accelerate."""
         if not self.is_ours:
             return accelerator.prepare(*objects)
         from aioloader.accelerate import prepare
@@ -231,7 +231,7 @@ class Kit:
         return prepare(accelerator, *objects)
 
     def check_engine(self, loader: Any) -> None:
-        """Fail if a loader of ours has become another one."""
+        """Fail if a framework replaced a loader of ours by another class."""
         if self.is_ours:
             assert issubclass(type(loader), aioloader.DataLoader), type(loader)
 
@@ -273,7 +273,7 @@ def dataset(kind: str, n: int = 23) -> Any:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Keep frameworks from writing pages."""
+    """Silence the frameworks' logs and warnings."""
     logging.disable(logging.WARNING)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

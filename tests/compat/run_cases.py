@@ -1,7 +1,7 @@
-"""Run all cases of one package with one engine, and write what came of them as JSON.
+"""Run all cases of one package with one engine, and write the records as JSON.
 
-``python -m compat.run_cases PACKAGE ENGINE FOLDER``, in one process or in
-each of two, whose rank the environment tells.
+``python -m compat.run_cases PACKAGE ENGINE FOLDER``, in one process or in two, with
+the rank in the environment.
 """
 
 import contextlib
@@ -21,8 +21,8 @@ from compat.kit import Kit, plain, quiet, seed
 
 
 def children() -> list[str]:
-    """Return the command lines of the children of this process, but for helpers."""
-    found = []
+    """Return the command lines of this process's children, without helpers."""
+    commands = []
     for task in Path("/proc/self/task").iterdir():
         pids: list[str] = []
         with contextlib.suppress(FileNotFoundError):  # a thread that has ended
@@ -34,14 +34,14 @@ def children() -> list[str]:
                 continue
             # multiprocessing's helper stays until its parent ends, with both loaders
             if b"resource_tracker" not in command:
-                found.append(command.decode() or "ended, not waited for")
-    return found
+                commands.append(command.decode() or "ended, not waited for")
+    return commands
 
 
 def left_behind(before: list[str]) -> int:
-    """Return how many more children there are, once those that end have ended."""
+    """Return how many more children there are, after waiting for their end."""
     gc.collect()
-    # It waits for those that have ended, as each start of a process does.
+    # It reaps children that have ended, as each start of a process does.
     multiprocessing.active_children()
     deadline = time.monotonic() + 10
     while len(children()) > len(before) and time.monotonic() < deadline:
@@ -51,7 +51,7 @@ def left_behind(before: list[str]) -> int:
 
 
 def run(package: str, kit: Kit) -> dict[str, Any]:
-    """Return what each case gave, or its traceback."""
+    """Return the result of each case, or its traceback."""
     module = importlib.import_module(f"compat.cases.{package}")
     records: dict[str, Any] = {}
     for name, (function, arguments) in module.cases.all.items():

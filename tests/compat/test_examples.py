@@ -39,7 +39,7 @@ def ran(name: str) -> tuple[list[str], str]:
 
 @pytest.mark.parametrize("name", STARTS)
 def test_an_example_resumes_exactly(name: str) -> None:
-    """It says where, and that nothing differs from a run without a stop."""
+    """The example prints where, and that nothing differs from an unbroken run."""
     lines, _ = ran(name)
     starts = [line for line in lines if re.match("resumed|training starts", line)]
     for start, expected in zip(starts, STARTS[name], strict=True):
@@ -48,28 +48,28 @@ def test_an_example_resumes_exactly(name: str) -> None:
 
 
 def test_augmentations_do_not_depend_on_the_number_of_workers() -> None:
-    """A script without a main guard."""
-    (one, two, same), errors = ran("augment")
-    assert one.startswith("1 workers: crops (128, 3, 96, 96), mean ")
-    assert two.removeprefix("2") == one.removeprefix("1")
+    """The script has no main guard."""
+    (first, second, same), errors = ran("augment")
+    assert first.startswith("1 workers: crops (128, 3, 96, 96), mean ")
+    assert second.removeprefix("2") == first.removeprefix("1")
     assert same == "the same crops: True"
     assert not errors
 
 
 def test_clips_are_decoded_in_workers() -> None:
-    """All of them, in batches of one shape."""
+    """All batches have the same shape."""
     line = "{'video': (8, 8, 3, 64, 64), 'audio': (8, 16000)}"
     assert ran("video_clips") == ([line] * 6, "")
 
 
 @pytest.mark.parametrize("pitch", [200, 250])
 def test_a_clip_has_its_frames_and_its_sound(pitch: int, tmp_path: Path) -> None:
-    """The bar moves to the right; the tone has its pitch."""
-    found = importlib.util.spec_from_file_location("clips", EXAMPLES / "video_clips.py")
-    assert found is not None
-    assert found.loader is not None
-    clips: Any = importlib.util.module_from_spec(found)
-    found.loader.exec_module(clips)
+    """The bar moves to the right, and the tone has its pitch."""
+    spec = importlib.util.spec_from_file_location("clips", EXAMPLES / "video_clips.py")
+    assert spec is not None
+    assert spec.loader is not None
+    clips: Any = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(clips)
     clips.write_clip(tmp_path / "a.mp4", pitch)
     sample = clips.decode((tmp_path / "a.mp4").read_bytes())
     places = sample["video"].float().mean((1, 2)).argmax(1)

@@ -33,17 +33,17 @@ def numbers(loader: Any) -> list[int]:
 
 @pytest.mark.parametrize("filters", [None, ds.field("n") >= 4000, [("n", ">=", 4000)]])
 @pytest.mark.parametrize("ranks", [1, 2, 8])
-def test_each_row_once(ranks: int, filters: Any, dataset: Any) -> None:
-    """On more ranks than files, these are cut."""
+def test_ranks_read_each_row_once(ranks: int, filters: Any, dataset: Any) -> None:
+    """With more ranks than files, files are split."""
     stream = from_arrow(dataset, ["n"], filters=filters, shuffle=True)
     options: Any = {"world_size": ranks, "tail": "uneven"}
-    found = [numbers(DataLoader(stream, 64, rank=r, **options)) for r in range(ranks)]
+    shares = [numbers(DataLoader(stream, 64, rank=r, **options)) for r in range(ranks)]
     first = 1500 if filters is None else 4000
-    assert sorted(itertools.chain(*found)) == [*range(first, ROWS)]
+    assert sorted(itertools.chain(*shares)) == [*range(first, ROWS)]
 
 
-def test_resume(dataset: Any) -> None:
-    """After any batch; and columns of lists."""
+def test_a_lance_dataset_resumes(dataset: Any) -> None:
+    """After 30 batches; a column may hold lists."""
 
     def made() -> Any:
         return DataLoader(from_arrow(dataset, shuffle=True), 64)

@@ -1,4 +1,4 @@
-"""Frameworks move batches themselves: one that is on the device is left as it is."""
+"""Frameworks move batches themselves, but not those already on the device."""
 
 import os
 import subprocess
@@ -34,8 +34,8 @@ print(number)
 """
 
 
-def test_frameworks_move_nothing_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """accelerate's and Lightning's ways give the same tensors back."""
+def test_frameworks_do_not_move_batches_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """accelerate and Lightning return the same tensors."""
     monkeypatch.syspath_prepend(TESTS)
     from device import fake_accelerator
 

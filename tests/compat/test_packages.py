@@ -1,4 +1,4 @@
-"""Each package's cases give the same with torch's loader and with this one.
+"""Each package's cases give the same results with torch's loader and with this one.
 
 The cases are in ``cases/``; a process, or a pair of them, runs all those of a package.
 """
@@ -23,9 +23,9 @@ PAIRS = ["hf_accelerate", "hf_trainer", "lightning_fabric", "lightning_trainer"]
 
 
 def environment(rank: int, world: int, port: int) -> dict[str, str]:
-    """Return what ``torchrun`` would set."""
+    """Return the environment, with the variables of ``torchrun``."""
     paths = [str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    found = {
+    variables = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(paths),
         "HF_HUB_OFFLINE": "1",
@@ -34,7 +34,7 @@ def environment(rank: int, world: int, port: int) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
     }
     if world > 1:
-        found |= {
+        variables |= {
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
             "GROUP_RANK": "0",
@@ -44,12 +44,12 @@ def environment(rank: int, world: int, port: int) -> dict[str, str]:
             "MASTER_PORT": str(port),
             "TORCHELASTIC_RUN_ID": "compat",
         }
-    return found
+    return variables
 
 
 @contextlib.contextmanager
 def reserved_port() -> Iterator[int]:
-    """Yield a port that only a server which reuses addresses can bind; torch's does."""
+    """Yield a port that only servers with SO_REUSEADDR can bind, such as torch's."""
     with socket.socket() as held:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind(("127.0.0.1", 0))
@@ -83,7 +83,7 @@ class Engine:
             self.processes.append(process)
 
     def records(self) -> list[Any]:
-        """Wait for all processes, and return what each wrote."""
+        """Wait for all processes, and return their records."""
         deadline = time.monotonic() + 200
         for process in self.processes:
             try:
@@ -91,17 +91,17 @@ class Engine:
             except subprocess.TimeoutExpired:
                 self.stop()
                 raise StuckError(f"{self.name} did not end:\n{self.logs()}") from None
-        found = []
+        records = []
         for rank in range(len(self.processes)):
             out = self.folder / f"{self.name}-{rank}.json"
             assert out.exists(), (
                 f"{self.name}, rank {rank} wrote nothing:\n{self.logs()}"
             )
-            found.append(json.loads(out.read_text()))
-        return found
+            records.append(json.loads(out.read_text()))
+        return records
 
     def stop(self) -> None:
-        """End what still runs; faulthandler writes its threads' stacks to the log."""
+        """End running processes; faulthandler writes their stacks to the log."""
         running = [process for process in self.processes if process.poll() is None]
         for process in running:
             process.send_signal(signal.SIGABRT)
@@ -121,11 +121,11 @@ class Engine:
 
 
 def records(package: str, world: int, folder: Path) -> dict[str, list[Any]]:
-    """Run the package's cases with both engines, and return what each rank wrote.
+    """Run the package's cases with both engines, and return each rank's records.
 
-    Torch's loader forks beside the threads of gloo and of the package, and such a
-    child may inherit a lock that nobody releases. Torch's run is the reference, not
-    what is tested: where it does not end, it is made once more. Ours is not.
+    Torch's loader forks a process with threads of gloo and of the package, so a child
+    may inherit a locked lock. Torch's run is only the reference: if it hangs, it is
+    repeated once. Ours is not.
     """
     with contextlib.ExitStack() as stack:
 
@@ -136,42 +136,42 @@ def records(package: str, world: int, folder: Path) -> dict[str, list[Any]]:
             return engine
 
         torch, ours = start("torch", 1), start("ours", 1)
-        found = ours.records()
+        tested = ours.records()
         try:
             reference = torch.records()
         except StuckError as stuck:
             sys.stderr.write(f"{stuck}\n")
             reference = start("torch", 2).records()
-        return {"torch": reference, "ours": found}
+        return {"torch": reference, "ours": tested}
 
 
 def compare(package: str, world: int, folder: Path) -> None:
-    """Fail where a case gave one thing with torch and another with ours."""
-    found = records(package, world, folder)
+    """Fail if a case's results differ between torch's loader and ours."""
+    both = records(package, world, folder)
     wrong = []
-    for rank, (theirs, ours) in enumerate(zip(*found.values(), strict=True)):
+    for rank, (theirs, ours) in enumerate(zip(*both.values(), strict=True)):
         assert theirs, "there are no cases"
         for name in theirs | ours:
-            one, other = theirs.get(name, {}), ours.get(name, {})
-            raised = one.get("raised") or other.get("raised")
+            reference, tested = theirs.get(name, {}), ours.get(name, {})
+            raised = reference.get("raised") or tested.get("raised")
             if raised:
-                who = "torch's" if one.get("raised") else "ours"
-                wrong.append(f"{name} (rank {rank}) raised with {who}:\n{raised}")
-            elif one.get("gave") != other.get("gave"):
-                gave = f"torch: {one.get('gave')}\n ours: {other.get('gave')}"
+                engine = "torch's" if reference.get("raised") else "ours"
+                wrong.append(f"{name} (rank {rank}) raised with {engine}:\n{raised}")
+            elif reference.get("gave") != tested.get("gave"):
+                gave = f"torch: {reference.get('gave')}\n ours: {tested.get('gave')}"
                 wrong.append(f"{name} (rank {rank}) differs:\n{gave}")
-            if other.get("left", 0) > one.get("left", 0):
-                wrong.append(f"{name} (rank {rank}) left {other['left']} processes")
+            if tested.get("left", 0) > reference.get("left", 0):
+                wrong.append(f"{name} (rank {rank}) left {tested['left']} processes")
     assert not wrong, "\n\n".join(wrong)
 
 
 @pytest.mark.parametrize("package", ALONE)
-def test_in_one_process(package: str, tmp_path: Path) -> None:
-    """All cases, in one process for each engine."""
+def test_cases_agree_in_one_process(package: str, tmp_path: Path) -> None:
+    """In one process for each engine."""
     compare(package, 1, tmp_path)
 
 
 @pytest.mark.parametrize("package", PAIRS)
-def test_in_two_processes(package: str, tmp_path: Path) -> None:
-    """All cases, in a pair of processes (gloo) for each engine."""
+def test_cases_agree_in_two_processes(package: str, tmp_path: Path) -> None:
+    """In a pair of processes (gloo) for each engine."""
     compare(package, 2, tmp_path)

@@ -1,4 +1,4 @@
-"""A fast tokenizer of transformers gives a stream what it gives when called."""
+"""``tokenize`` with a fast tokenizer of transformers gives the tokens of a call."""
 
 import pickle
 from typing import Any
@@ -16,7 +16,7 @@ TEXTS = ["red fox", "", "fox [BOS] red", "fox " * 30, "none of these"]
 
 
 def tokenizer(**options: Any) -> Any:
-    """Return one whose parts pad and truncate, as many that are saved."""
+    """Return a tokenizer that pads and truncates, as many saved ones."""
     made: Any = Tokenizer(models.WordLevel(WORDS, "[UNK]"))
     made.pre_tokenizer = pre_tokenizers.Whitespace()
     made.post_processor = processors.TemplateProcessing(
@@ -30,17 +30,17 @@ def tokenizer(**options: Any) -> Any:
 
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("is_function", [False, True])
-def test_as_when_called(split: bool, is_function: bool) -> None:
-    """Whatever it is called with in between."""
+def test_a_stream_has_the_tokens_of_a_call(split: bool, is_function: bool) -> None:
+    """Whatever its padding and truncation are, and after calls that change them."""
     made = tokenizer(split_special_tokens=split)
     stream = from_iterable(TEXTS).tokenize(made.__call__ if is_function else made)
     wanted = made(TEXTS)["input_ids"]
     assert [*map(len, wanted)] == [3, 1, 6 if split else 4, 31, 4]
     made(TEXTS, padding=True, truncation=True, max_length=3)
     streams = [stream] if is_function else [stream, pickle.loads(pickle.dumps(stream))]
-    for one in streams:
-        found: Any = DataLoader(one, None, collate_fn=list)
-        assert [*map(list, found)] == wanted
+    for variant in streams:
+        loader: Any = DataLoader(variant, None, collate_fn=list)
+        assert [*map(list, loader)] == wanted
     if not is_function:
-        other = from_iterable(TEXTS).tokenize(tokenizer(split_special_tokens=not split))
-        assert other.describe() != stream.describe()
+        flipped = tokenizer(split_special_tokens=not split)
+        assert from_iterable(TEXTS).tokenize(flipped).describe() != stream.describe()

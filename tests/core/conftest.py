@@ -6,7 +6,7 @@ _ON_ONE_LOOP = ("test_raised_stops", "test_without_collector", "test_policies")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave combinations that repeat others: uvloop, beside processes or the like."""
+    """Mark repeated combinations as fuzz: uvloop with processes, or in some files."""
     for item in items:
         path = item.path.as_posix()
         is_repeated = "processes" in item.name or item.path.stem in _ON_ONE_LOOP

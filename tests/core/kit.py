@@ -1,6 +1,6 @@
-"""What the probes of the core share: ways to iterate, bounded waits, and counts.
+"""Helpers of the core tests: ways to iterate, bounded waits, counts of threads.
 
-Nothing here looks inside of a loader.
+Nothing here looks inside a loader.
 """
 
 import asyncio
@@ -19,10 +19,10 @@ from samples import AsyncMap
 
 T = TypeVar("T")
 
-# How long a test waits before it calls a wait endless, in seconds.
+# After how many seconds a test takes a wait for endless.
 PATIENCE = 20.0
 WAYS = ["for", "thread", "caller"]
-INLINE = "inline"  # by ``for``, without a timeout: where all is plain, in its thread
+INLINE = "inline"  # ``for`` without a timeout: plain code runs in the consumer's thread
 ASYNC_WAYS = WAYS[1:]
 IN_PROCESS: dict[str, Any] = {}
 THREADS: dict[str, Any] = {"num_workers": 2, "workers": "thread"}
@@ -37,7 +37,7 @@ def make(way: str, dataset: Any, **options: Any) -> DataLoader[Any]:
 
 
 async def bounded(awaitable: Awaitable[T]) -> T:
-    """Await, but not for ever."""
+    """Await, but fail after ``PATIENCE`` seconds."""
     async with asyncio.timeout(PATIENCE):
         return await awaitable
 
@@ -54,15 +54,15 @@ async def outcomes(way: str, loader: DataLoader[Any]) -> list[Any]:
     if way != INLINE:
         loader.timeout = PATIENCE
     iterator = iter(loader) if way in {"for", INLINE} else aiter(loader)
-    found: list[Any] = []
+    results: list[Any] = []
     try:
-        while (one := await caught(way, iterator)) is not None:
-            found.append(one)
-            if isinstance(one, BatchTimeoutError):
+        while (result := await caught(way, iterator)) is not None:
+            results.append(result)
+            if isinstance(result, BatchTimeoutError):
                 break
     finally:
         await iterator.aclose()
-    return found
+    return results
 
 
 async def caught(way: str, iterator: Any) -> Any:
@@ -86,7 +86,7 @@ async def quiet() -> None:
 
 @contextlib.asynccontextmanager
 async def released() -> AsyncIterator[None]:
-    """Fail unless the tasks, threads and processes that the block began end."""
+    """Fail unless the tasks, threads and processes that the block started end."""
     before, tasks = Resources.now(), asyncio.all_tasks()
     yield
     left = asyncio.all_tasks() - tasks
@@ -98,10 +98,9 @@ async def released() -> AsyncIterator[None]:
 
 @contextlib.contextmanager
 def counted_starts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Note the name of each thread that is started in the block.
+    """Record the name of each thread that is started in the block.
 
-    Not of the one that looks for what holds a loop up: it comes and goes where one is
-    held for long, as on a busy machine.
+    The watchdog of blocked loops does not count: a busy machine starts it at any time.
     """
     started: list[str] = []
     start = threading.Thread.start
@@ -117,7 +116,7 @@ def counted_starts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 
 class Gated(AsyncMap):
-    """Samples wait until the gate is open; counts how many have begun."""
+    """Samples wait until the gate is open; ``begun`` counts those that started."""
 
     def __init__(self, n: int, *, free: int = 0) -> None:
         super().__init__(n)
@@ -134,7 +133,7 @@ class Gated(AsyncMap):
         return index
 
     async def until(self, number: int) -> None:
-        """Wait until ``number`` samples have begun."""
+        """Wait until ``number`` samples have started."""
         while self.begun < number:
             self.came.clear()
             await bounded(self.came.wait())

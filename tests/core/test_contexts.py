@@ -1,4 +1,4 @@
-"""Context variables: the user's code sees those of the consumer that it works for."""
+"""User code sees the context variables of its consumer."""
 
 import asyncio
 import contextvars
@@ -15,32 +15,32 @@ from samples import AsyncMap, SyncMap, collect
 
 pytestmark = pytest.mark.slow
 
-WHO: contextvars.ContextVar[str] = contextvars.ContextVar("WHO", default="nobody")
+NAME: contextvars.ContextVar[str] = contextvars.ContextVar("NAME", default="nobody")
 
 
-def who(_: Any = None) -> str:
-    """Say for whom this runs."""
-    return WHO.get()
+def consumer(_: Any = None) -> str:
+    """Return the name of the consumer in this context."""
+    return NAME.get()
 
 
-async def who_async(_: Any = None) -> str:
-    """Say for whom this runs."""
+async def consumer_async(_: Any = None) -> str:
+    """Return the name of the consumer in this context."""
     await asyncio.sleep(0)
-    return WHO.get()
+    return NAME.get()
 
 
 class Sync(SyncMap):
-    """Samples say for whom they are read."""
+    """Samples are the name of their consumer."""
 
     def __getitem__(self, index: int) -> Any:
-        return who()
+        return consumer()
 
 
 class Async(AsyncMap):
     """The same, on a loop."""
 
     async def __getitem__(self, index: int) -> Any:
-        return await who_async()
+        return await consumer_async()
 
 
 class Stream(IterableDataset[str]):
@@ -48,7 +48,7 @@ class Stream(IterableDataset[str]):
 
     def __iter__(self) -> Any:
         for _ in range(20):
-            yield who()
+            yield consumer()
 
 
 class AsyncStream:
@@ -56,7 +56,7 @@ class AsyncStream:
 
     async def __aiter__(self) -> Any:
         for _ in range(20):
-            yield await who_async()
+            yield await consumer_async()
 
 
 CASES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
@@ -64,81 +64,81 @@ CASES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "async dataset": (Async, IN_PROCESS),
     "stream": (Stream, IN_PROCESS),
     "async stream": (AsyncStream, IN_PROCESS),
-    "transform": (SyncMap, {"transform": who}),
-    "transform of async samples": (AsyncMap, {"transform": who}),
-    "async transform": (SyncMap, {"transform": who_async}),
-    "collate": (SyncMap, {"collate_fn": who}),
-    "collate of async samples": (AsyncMap, {"collate_fn": who}),
-    "async collate": (AsyncMap, {"collate_fn": who_async}),
+    "transform": (SyncMap, {"transform": consumer}),
+    "transform of async samples": (AsyncMap, {"transform": consumer}),
+    "async transform": (SyncMap, {"transform": consumer_async}),
+    "collate": (SyncMap, {"collate_fn": consumer}),
+    "collate of async samples": (AsyncMap, {"collate_fn": consumer}),
+    "async collate": (AsyncMap, {"collate_fn": consumer_async}),
     "dataset in threads": (Sync, THREADS),
-    "transform in threads": (SyncMap, {**THREADS, "transform": who}),
-    "collate in threads": (SyncMap, {**THREADS, "collate_fn": who}),
-    "transform for threads": (AsyncMap, {**THREADS, "transform": who}),
+    "transform in threads": (SyncMap, {**THREADS, "transform": consumer}),
+    "collate in threads": (SyncMap, {**THREADS, "collate_fn": consumer}),
+    "transform for threads": (AsyncMap, {**THREADS, "transform": consumer}),
 }
 
 
 def loader_of(case: str, way: str) -> DataLoader[Any]:
-    """Return a loader whose batches say for whom they were made."""
+    """Return a loader whose batches hold the name of their consumer."""
     dataset, options = CASES[case]
     return make(way, dataset(), **options)
 
 
 def names(batches: list[Any]) -> set[str]:
-    """Return for whom these batches were made."""
-    return {name for one in batches for name in ([one] if type(one) is str else one)}
+    """Return all names in these batches."""
+    return {name for b in batches for name in ([b] if type(b) is str else b)}
 
 
 async def consume(name: str, loader: DataLoader[Any]) -> tuple[str, set[str]]:
-    """Iterate as a request does: in a task, thus in a context."""
-    WHO.set(name)
-    found = []
+    """Iterate in a task, which has its own context, as a request does."""
+    NAME.set(name)
+    batches = []
     async for batch in loader:
-        found.append(batch)
+        batches.append(batch)
         await asyncio.sleep(0)
-    return name, names(found)
+    return name, names(batches)
 
 
 @pytest.mark.parametrize("way", ASYNC_WAYS)
 @pytest.mark.parametrize("case", CASES)
-async def test_two_consumers_at_once(case: str, way: str) -> None:
-    """Of one loader that the service shares, kept open."""
+async def test_concurrent_consumers_see_their_own_contexts(case: str, way: str) -> None:
+    """Three tasks share one open loader."""
     people = ["ann", "bob", "cem"]
     async with loader_of(case, way) as loader:
         for _ in range(2):
             tasks = [asyncio.create_task(consume(name, loader)) for name in people]
-            found = await bounded(asyncio.gather(*tasks))
-            assert found == [(name, {name}) for name in people]
+            results = await bounded(asyncio.gather(*tasks))
+            assert results == [(name, {name}) for name in people]
 
 
 @pytest.mark.parametrize("case", CASES)
-async def test_one_consumer_after_the_other(case: str) -> None:
-    """By plain loops, each in a context."""
+async def test_successive_consumers_see_their_own_contexts(case: str) -> None:
+    """Two loops iterate the same open loader, each in its own context."""
 
     def work() -> list[set[str]]:
-        found = []
+        seen = []
         with loader_of(case, "for") as loader:
             for name in ("ann", "bob"):
                 context = contextvars.copy_context()
-                context.run(WHO.set, name)
-                found.append(names(context.run(list, loader)))
-        return found
+                context.run(NAME.set, name)
+                seen.append(names(context.run(list, loader)))
+        return seen
 
     assert await beside(work) == [{"ann"}, {"bob"}]
 
 
 @pytest.mark.parametrize("way", ASYNC_WAYS)
-async def test_what_user_code_sets_stays_in_it(way: str) -> None:
-    """Not in the consumer's context, nor in another iteration's."""
+async def test_variables_that_user_code_sets_do_not_leak(way: str) -> None:
+    """A transform's value reaches neither the consumer nor a later iteration."""
 
     def set_other(sample: Any) -> Any:
-        seen = WHO.get()
-        WHO.set("other")
+        seen = NAME.get()
+        NAME.set("other")
         return seen
 
-    WHO.set("ann")
+    NAME.set("ann")
     loader = make(way, AsyncMap(4), transform=set_other, batch_size=1)
     async with loader:
         for _ in range(2):
             first = (await bounded(collect(loader)))[0]
             assert first == ["ann"]
-    assert WHO.get() == "ann"
+    assert NAME.get() == "ann"

@@ -1,4 +1,4 @@
-"""A loader that was interrupted is at its last delivered batch, and counts nothing.
+"""After an interrupt, the state is that of the last delivered batch.
 
 KeyboardInterrupt comes at any place: in a sample, in the consumer, in a wait.
 """
@@ -32,13 +32,13 @@ PACKAGE = os.path.dirname(aioloader.__file__)  # noqa: PTH120  (as frames have i
 
 
 class Interrupts:
-    """Interrupts once, at a sample."""
+    """Raise KeyboardInterrupt once, at sample ``at``."""
 
-    def __init__(self, at: int) -> None:
-        self.at: int | None = at
+    def __init__(self, index: int) -> None:
+        self.at: int | None = index
 
     def give(self, index: int) -> int:
-        """Return a sample, or be interrupted."""
+        """Return a sample, or raise the interrupt."""
         if index == self.at:
             self.at = None
             raise KeyboardInterrupt
@@ -46,7 +46,7 @@ class Interrupts:
 
 
 class Map(Interrupts):
-    """Samples that are interrupted."""
+    """A map-style dataset with an interrupt."""
 
     def __len__(self) -> int:
         return 24
@@ -55,29 +55,29 @@ class Map(Interrupts):
 
 
 class Steps(Interrupts, IterableDataset[int]):
-    """A stream that is interrupted, and goes on from its place."""
+    """A stream with an interrupt, which can continue afterwards."""
 
     def __iter__(self) -> Any:
         return map(self.give, range(24))
 
 
-def add(found: list[Any], batch: Any, at: int) -> None:
-    """Add a batch to ``found``; be interrupted after ``at`` of them."""
-    found.append(batch.tolist())
-    if len(found) == at:
+def add(batches: list[Any], batch: Any, stop: int) -> None:
+    """Append a batch; raise an interrupt once there are ``stop``."""
+    batches.append(batch.tolist())
+    if len(batches) == stop:
         raise KeyboardInterrupt
 
 
-async def to_end(loader: Any, found: list[Any], at: int) -> None:
-    """Add all by ``async for``."""
+async def to_end(loader: Any, batches: list[Any], stop: int) -> None:
+    """Append all batches by ``async for``."""
     async for batch in loader:
-        add(found, batch, at)
+        add(batches, batch, stop)
 
 
-def for_to_end(loader: Any, found: list[Any], at: int) -> None:
-    """The same, by ``for``."""
+def for_to_end(loader: Any, batches: list[Any], stop: int) -> None:
+    """Append all batches by ``for``."""
     for batch in loader:
-        add(found, batch, at)
+        add(batches, batch, stop)
 
 
 CONSUMERS: dict[str, Any] = {
@@ -89,20 +89,20 @@ CONSUMERS: dict[str, Any] = {
 WARNS = pytest.mark.filterwarnings("ignore:.*has no state_dict:UserWarning")
 
 
-def interrupted(loader: Any, consume: Any, at: int = -1) -> tuple[list[Any], Any]:
+def interrupted(loader: Any, consume: Any, stop: int = -1) -> tuple[list[Any], Any]:
     """Return what was delivered before the interrupt, and the state after it."""
-    found: list[Any] = []
+    batches: list[Any] = []
     with pytest.raises(KeyboardInterrupt):
-        consume(loader, found, at)
+        consume(loader, batches, stop)
     state = loader.state_dict()
     loader.close()
     assert loader.state_dict() == state
-    return found, state
+    return batches, state
 
 
-def resumed(make_one: Callable[[], DataLoader[Any]], state: Any) -> list[Any]:
-    """Return what a new loader delivers from a state on."""
-    loader = make_one()
+def resumed(new: Callable[[], DataLoader[Any]], state: Any) -> list[Any]:
+    """Return the batches of a new loader that resumes from ``state``."""
+    loader = new()
     loader.load_state_dict(state)
     return [batch.tolist() for batch in loader]
 
@@ -110,13 +110,13 @@ def resumed(make_one: Callable[[], DataLoader[Any]], state: Any) -> list[Any]:
 @WARNS
 @pytest.mark.parametrize("consumer", CONSUMERS)
 @pytest.mark.parametrize("kind", [Map, Steps])
-@pytest.mark.parametrize("at", [0, 5, 8, 23])
-def test_an_interrupt_in_a_sample(at: int, kind: Any, consumer: str) -> None:
-    """The batch under way was not delivered: it is the next one."""
+@pytest.mark.parametrize("index", [0, 5, 8, 23])
+def test_an_interrupted_batch_comes_again(index: int, kind: Any, consumer: str) -> None:
+    """The batch with the interrupted sample is the first one after resuming."""
     way, consume = CONSUMERS[consumer]
-    found, state = interrupted(make(way, kind(at)), consume)
-    assert found == BATCHES[: at // 4]
-    assert resumed(lambda: make("for", kind(-1)), state) == BATCHES[at // 4 :]
+    batches, state = interrupted(make(way, kind(index)), consume)
+    assert batches == BATCHES[: index // 4]
+    assert resumed(lambda: make("for", kind(-1)), state) == BATCHES[index // 4 :]
 
 
 KINDS = [Numbers, AsyncNumbers, Plain]
@@ -127,8 +127,8 @@ KINDS = [Numbers, AsyncNumbers, Plain]
 @pytest.mark.parametrize("by", BY)
 @pytest.mark.parametrize("consumer", CONSUMERS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_interrupt_in_the_consumer(kind: Any, consumer: str, by: str) -> None:
-    """The batch that it works on was delivered."""
+def test_a_batch_being_used_was_delivered(kind: Any, consumer: str, by: str) -> None:
+    """An interrupt while the consumer works on batch 2 does not repeat that batch."""
     if kind is Plain and by == "processes":
         pytest.skip("batches of workers are others")
     way, consume = CONSUMERS[consumer]
@@ -137,11 +137,11 @@ def test_an_interrupt_in_the_consumer(kind: Any, consumer: str, by: str) -> None
 
 
 class Signals(Numbers):
-    """Ctrl-C while the consumer waits for a sample."""
+    """Sends SIGINT while the consumer waits for a sample."""
 
-    def __init__(self, at: int) -> None:
+    def __init__(self, index: int) -> None:
         super().__init__(24)
-        self.at = at
+        self.at = index
         self.interrupted = threading.Event()
 
     def __getitem__(self, index: int) -> Any:
@@ -151,20 +151,20 @@ class Signals(Numbers):
         return index
 
 
-# Ahead of the consumer, a later one may come between two of its steps, when a batch was
-# returned and is not yet in its list.
+# With prefetching, a later one may come between two steps: after a batch was returned
+# and before it is in the consumer's list.
 WAITS = [(IN_PROCESS, 0), (IN_PROCESS, 9), ({"prefetch_factor": 1}, 0)]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("consumer", CONSUMERS)
-@pytest.mark.parametrize(("options", "at"), WAITS, ids=str)
-def test_an_interrupt_in_a_wait(options: Any, consumer: str, at: int) -> None:
-    """The state is that of what the consumer has seen, and the rest follows."""
+@pytest.mark.parametrize(("options", "k"), WAITS, ids=str)
+def test_interrupted_waits_lose_nothing(options: Any, consumer: str, k: int) -> None:
+    """The state matches the batches that the consumer has received."""
     way, consume = CONSUMERS[consumer]
-    found, state = interrupted(make(way, Signals(at), **options), consume)
-    assert found == BATCHES[: len(found)]
-    assert resumed(lambda: make("for", Numbers(24)), state) == BATCHES[len(found) :]
+    batches, state = interrupted(make(way, Signals(k), **options), consume)
+    assert batches == BATCHES[: len(batches)]
+    assert resumed(lambda: make("for", Numbers(24)), state) == BATCHES[len(batches) :]
 
 
 def first_of(samples: Any) -> Any:
@@ -178,22 +178,22 @@ def interrupt() -> None:
 
 
 class Interrupter:
-    """Raises KeyboardInterrupt, or acts, at the k-th place where Ctrl-C can.
+    """Raises KeyboardInterrupt, or calls ``act``, at the k-th place for a Ctrl-C.
 
-    A function of the package is entered, or (``c_return``) one of C returns to it.
+    There a function of the package is entered, or a C function returns to it.
     """
 
     def __init__(
-        self, at: int, *events: str, of: str = "", act: Any = interrupt
+        self, k: int, *events: str, of: str = "", act: Any = interrupt
     ) -> None:
-        self.left = at
+        self.left = k
         self.events = events
         self.of = of
         self.act = act
         self.where = ""
 
     def __call__(self, frame: Any, event: str, argument: Any) -> None:
-        # What a finalizer raises is printed, and lost to whoever iterates.
+        # What a finalizer raises is printed, and does not reach the consumer.
         caller = frame.f_back.f_code.co_filename if frame.f_back else ""
         code = frame.f_code
         is_ours = PACKAGE in code.co_filename and code.co_qualname.endswith(self.of)
@@ -207,12 +207,12 @@ class Interrupter:
                 self.act()
 
 
-def steps(iterator: Any, found: list[Any], interrupter: Interrupter) -> None:
-    """Iterate to the end, or to the interrupt."""
+def steps(iterator: Any, batches: list[Any], interrupter: Interrupter) -> None:
+    """Append all batches until the end or the interrupt."""
     sys.setprofile(interrupter)
     try:
         while (batch := next(iterator, None)) is not None:
-            found.append(batch.tolist())
+            batches.append(batch.tolist())
     finally:
         sys.setprofile(None)
 
@@ -229,95 +229,95 @@ PLACES: dict[str, tuple[Any, dict[str, Any]]] = {
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("place", PLACES)
-def test_an_interrupt_anywhere_in_a_step(place: str) -> None:
-    """What was returned was delivered, and nothing else; it is whole, or raises."""
+def test_an_interrupt_anywhere_in_a_step_loses_no_batch(place: str) -> None:
+    """Exactly the batches that were returned count as delivered."""
     expected = [[0, 1], [2, 3], [4, 5], [6, 7]]
-    of, options = PLACES[place]
-    is_whole = place in {"inline", "stateful"}  # else a start is not looked at
+    dataset, options = PLACES[place]
+    is_whole = place in {"inline", "stateful"}  # else the start is left out
     events = ["call", "c_return"] if is_whole else ["call"]
 
     def loader() -> DataLoader[Any]:
-        return DataLoader(of(8), 2, **options)
+        return DataLoader(dataset(8), 2, **options)
 
-    for at in range(3000):
-        interrupter = Interrupter(at, *events)
-        one = loader()
-        iterator = iter(one)
-        found = [] if is_whole else [next(iterator).tolist()]
+    for k in range(3000):
+        interrupter = Interrupter(k, *events)
+        interrupted_loader = loader()
+        iterator = iter(interrupted_loader)
+        batches = [] if is_whole else [next(iterator).tolist()]
         with contextlib.suppress(KeyboardInterrupt):
-            steps(iterator, found, interrupter)
-        state = one.state_dict()
-        if place in {"ahead", "threads"}:  # nothing is lost in silence, or waited for
+            steps(iterator, batches, interrupter)
+        state = interrupted_loader.state_dict()
+        if place in {"ahead", "threads"}:  # raise rather than lose a batch
             with contextlib.suppress(LoaderClosedError):
-                assert found + [batch.tolist() for batch in iterator] == expected
-        one.close()
-        rest = resumed(loader, state) if found != expected else []
-        assert found + rest == expected, (interrupter.where, found, rest)
+                assert batches + [batch.tolist() for batch in iterator] == expected
+        interrupted_loader.close()
+        rest = resumed(loader, state) if batches != expected else []
+        assert batches + rest == expected, (interrupter.where, batches, rest)
         if interrupter.left >= 0:
-            assert at > 50
+            assert k > 50
             return
     raise AssertionError("never ran to the end")
 
 
 def elsewhere(call: Callable[[], object]) -> tuple[threading.Thread, Any]:
-    """Return a thread, and what starts it; where the step has a lock, it waits."""
-    other = threading.Thread(target=call)
-    return other, lambda: (other.start(), other.join(0.02))  # type: ignore[func-returns-value]
+    """Return a thread and its start, which waits a moment: the step may hold a lock."""
+    thread = threading.Thread(target=call)
+    return thread, lambda: (thread.start(), thread.join(0.02))  # type: ignore[func-returns-value]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("place", ["ahead", "threads"])
 @pytest.mark.parametrize("does", ["close", "list"])
-def test_another_thread_anywhere_in_a_step(does: str, place: str) -> None:
-    """If it closes, the loop ends as at its epoch's end; or each gets other batches."""
-    of, options = PLACES[place]
-    for at in range(3000):
-        began, found, others = list[int](), list[Any](), list[Any]()
-        loader = DataLoader(of(8), 2, worker_init_fn=began.append, **options)
+def test_another_thread_may_close_or_iterate_in_a_step(does: str, place: str) -> None:
+    """A close ends the loop; two iterating threads share the batches."""
+    dataset, options = PLACES[place]
+    for k in range(3000):
+        began, mine, theirs = list[int](), list[Any](), list[Any]()
+        loader = DataLoader(dataset(8), 2, worker_init_fn=began.append, **options)
         iterator: Any = iter(loader)
-        call = iterator.close if does == "close" else partial(others.extend, iterator)
-        other, act = elsewhere(call)
-        steps(iterator, found, acting := Interrupter(at, "call", act=act))
+        call = iterator.close if does == "close" else partial(theirs.extend, iterator)
+        thread, act = elsewhere(call)
+        steps(iterator, mine, acting := Interrupter(k, "call", act=act))
         if acting.left >= 0:
-            assert at > 50
+            assert k > 50
             return
-        other.join()
-        assert does == "close" or len(found + others) == 4, acting.where
+        thread.join()
+        assert does == "close" or len(mine + theirs) == 4, acting.where
         assert next(iterator, None) is None, acting.where
         assert len(set(began)) == len(began), acting.where
 
 
-def test_another_thread_begins_while_an_epoch_is_numbered() -> None:
-    """No two iterators have the same number."""
+def test_epochs_begun_in_two_threads_have_different_numbers() -> None:
+    """The second thread starts its epoch while the first is numbering its own."""
     loader = DataLoader(Numbers(4), sampler=ShuffledIndices(4))
-    one, two = iter(loader), iter(loader)
-    other, act = elsewhere(partial(next, two))
-    steps(one, [], Interrupter(0, "call", of="EpochNumbers.upcoming", act=act))
-    other.join()
-    assert [it.counters and it.counters.epoch for it in (one, two)] == [0, 1]
+    first, second = iter(loader), iter(loader)
+    thread, act = elsewhere(partial(next, second))
+    steps(first, [], Interrupter(0, "call", of="EpochNumbers.upcoming", act=act))
+    thread.join()
+    assert [it.counters and it.counters.epoch for it in (first, second)] == [0, 1]
 
 
 @pytest.mark.slow
-def test_a_signal_handler_saves_a_state_anywhere_in_a_step() -> None:
-    """It is the state before a batch, or after it."""
-    for at in range(3000):
-        states, found, (of, options) = list[Any](), list[Any](), PLACES["stateful"]
-        one = DataLoader(of(8), 2, **options)
-
-        act = lambda: states.append((len(found), one.state_dict()))  # noqa: B023, E731
-        steps(iter(one), found, Interrupter(at, "call", "c_return", act=act))
+def test_a_signal_handler_may_save_a_state_at_any_time() -> None:
+    """The state is that before or after the current batch."""
+    for k in range(3000):
+        states, batches = list[Any](), list[Any]()
+        dataset, options = PLACES["stateful"]
+        loader = DataLoader(dataset(8), 2, **options)
+        act = lambda: states.append((len(batches), loader.state_dict()))  # noqa: B023, E731
+        steps(iter(loader), batches, Interrupter(k, "call", "c_return", act=act))
         if not states:
-            assert at > 50
+            assert k > 50
             return
-        number, state = states[0]
-        rest = resumed(partial(DataLoader[Any], of(8), 2, **options), state)
-        expected = [found[number:], found[number + 1 :], *([found] * (number > 2))]
+        n, state = states[0]
+        rest = resumed(partial(DataLoader[Any], dataset(8), 2, **options), state)
+        expected = [batches[n:], batches[n + 1 :], *([batches] * (n > 2))]
         assert rest in expected
 
 
 @pytest.mark.parametrize("of", ["Feed._account", "ProcessPool._collect_results"])
-def test_an_interrupt_beside_processes(of: str) -> None:
-    """The result in hand is lost, so the iteration ends, and not as an epoch does."""
+def test_an_interrupt_with_worker_processes_ends_the_iteration(of: str) -> None:
+    """The result being received is lost, so later steps raise an error."""
     with DataLoader(Numbers(24), 2, num_workers=1) as loader:
         iterator = iter(loader)
         next(iterator)
@@ -331,8 +331,8 @@ def test_an_interrupt_beside_processes(of: str) -> None:
 
 
 @pytest.mark.parametrize("of", ["Runner._start", "CpuThread._start", "Runtime.begin"])
-def test_an_interrupt_of_a_start(of: str) -> None:
-    """The next step starts again; nothing is left of the first one."""
+def test_an_interrupted_start_is_repeated_by_the_next_step(of: str) -> None:
+    """All batches are delivered after it."""
     iterator = iter(DataLoader(Numbers(4), 2, num_workers=1, workers="thread"))
     with pytest.raises(KeyboardInterrupt):
         steps(iterator, [], Interrupter(0, "call", of=of))
@@ -343,8 +343,8 @@ def test_an_interrupt_of_a_start(of: str) -> None:
 @pytest.mark.parametrize("by", BY)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", [SyncMap, AsyncMap, SyncStream, AsyncStream])
-async def test_nothing_is_in_flight_at_the_end(kind: Any, way: str, by: str) -> None:
-    """Of an epoch, and after a close or a cancellation amid one."""
+async def test_no_batch_is_in_flight_at_the_end(kind: Any, way: str, by: str) -> None:
+    """After a whole epoch, after a close, and after a cancellation."""
     if by == "threads" and kind is SyncStream:
         pytest.skip("as in process")
     loader = make(way, kind(24), **BY[by])

@@ -1,6 +1,6 @@
-"""A loop that has ended takes its pipelines with it; the loader serves the next one.
+"""A loop that ended takes its pipelines with it; the loader works on the next loop.
 
-A warning is an error here: that a read has not returned would be a false one.
+Warnings are errors here: one about a read that has not returned would be false.
 """
 
 import asyncio
@@ -22,14 +22,14 @@ KINDS = [SyncMap, AsyncMap, AsyncStream]
 
 
 class Waits:
-    """Notes the waits of this thread that were given up."""
+    """Records the timeouts of this thread's waits that expired."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.given_up: list[float] = []
         mine, wait = threading.get_ident(), threading.Condition.wait
 
-        def noting(one: threading.Condition, timeout: float | None = None) -> bool:
-            is_set = wait(one, timeout)
+        def noting(lock: threading.Condition, timeout: float | None = None) -> bool:
+            is_set = wait(lock, timeout)
             if not is_set and timeout and threading.get_ident() == mine:
                 self.given_up.append(timeout)
             return is_set
@@ -39,7 +39,7 @@ class Waits:
 
 @pytest.fixture
 def waits(monkeypatch: pytest.MonkeyPatch) -> Waits:
-    """Note waits in vain."""
+    """Record waits that expire."""
     return Waits(monkeypatch)
 
 
@@ -60,10 +60,10 @@ async def enter(loader: Any) -> Any:
 @pytest.mark.parametrize("begin", [first, enter])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("run", RUNS, ids=["asyncio", "uvloop"])
-def test_the_loop_is_gone(
+def test_a_loader_closes_without_waiting_after_its_loop_ended(
     run: Any, kind: Any, begin: Any, again: bool, waits: Waits
 ) -> None:
-    """There is nothing to wait for, and a second run works at once."""
+    """A second ``run`` of the same loader works, too."""
 
     async def entered() -> Any:
         async with loader:
@@ -81,10 +81,10 @@ def test_the_loop_is_gone(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_loop_that_was_closed_amid_an_epoch(kind: Any, waits: Waits) -> None:
-    """Its tasks were never cancelled: an interactive session's loop, say.
+def test_a_loader_works_after_its_loop_closed_midway(kind: Any, waits: Waits) -> None:
+    """Its tasks were never cancelled, as in an interactive session.
 
-    What nobody makes any more is an error, not a wait without end.
+    A batch that no loop makes any more is an error, not an endless wait.
     """
     loop = asyncio.new_event_loop()
     loader = make("caller", kind())
@@ -101,19 +101,19 @@ def test_a_loop_that_was_closed_amid_an_epoch(kind: Any, waits: Waits) -> None:
     assert waits.given_up == []
 
 
-async def close(*closed: Any) -> None:
-    """Close in this loop what another one has left."""
+async def close(*resources: Any) -> None:
+    """Close iterators and loaders that another loop left open."""
     async with asyncio.timeout(PATIENCE / 4):
-        for one in closed:
-            await one.aclose()
+        for resource in resources:
+            await resource.aclose()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("by", BY)
 @pytest.mark.parametrize("begin", [first, enter])
 @pytest.mark.parametrize("kind", KINDS)
-def test_closing_from_another_loop(kind: Any, begin: Any, by: str) -> None:
-    """``aclose`` in a second run, of what the first has left."""
+def test_another_loop_can_close_what_one_left(kind: Any, begin: Any, by: str) -> None:
+    """``aclose`` in a second ``run``, of the iterator and loader of the first."""
     loader = make("caller", kind(), **BY[by])
     iterator = asyncio.run(begin(loader))
     asyncio.run(close(iterator, loader))
@@ -123,8 +123,8 @@ def test_closing_from_another_loop(kind: Any, begin: Any, by: str) -> None:
 @pytest.mark.parametrize("by", BY)
 @pytest.mark.parametrize("begin", [first, enter])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_loop_that_stands_still(kind: Any, begin: Any, by: str) -> None:
-    """It is not closed, but nobody runs it: its tasks end when somebody does."""
+def test_a_paused_loop_delays_no_other_loop(kind: Any, begin: Any, by: str) -> None:
+    """The tasks of a paused loop end when it runs again."""
     loop = asyncio.new_event_loop()
     loader = make("caller", kind(), **BY[by])
     iterator = loop.run_until_complete(begin(loader))
@@ -136,8 +136,8 @@ def test_a_loop_that_stands_still(kind: Any, begin: Any, by: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_loop_that_runs_now_and_then(kind: Any) -> None:
-    """As notebooks and test frameworks do: an epoch goes on in the next call."""
+def test_an_epoch_continues_when_its_loop_runs_again(kind: Any) -> None:
+    """Notebooks and test frameworks run a loop call by call."""
     loop = asyncio.new_event_loop()
     loader = make("caller", kind())
     iterator = loop.run_until_complete(first(loader))
@@ -149,17 +149,17 @@ def test_a_loop_that_runs_now_and_then(kind: Any) -> None:
     loop.close()
 
 
-def test_two_loops_at_once() -> None:
-    """Two threads, each with a loop, share a loader of the caller's loop."""
+def test_two_running_loops_share_a_loader() -> None:
+    """Each loop runs in its own thread; ``loop="caller"``."""
     loader = make("caller", AsyncMap())
-    found: list[Any] = []
+    results: list[Any] = []
 
     def work() -> None:
-        found.append(labels(asyncio.run(collect(loader))))
+        results.append(labels(asyncio.run(collect(loader))))
 
     threads = [threading.Thread(target=work) for _ in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(PATIENCE)
-    assert found == [EXPECTED] * 2
+    assert results == [EXPECTED] * 2

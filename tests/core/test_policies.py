@@ -1,4 +1,4 @@
-"""What cannot be kept is refused; what fails in a batch is found sample by sample."""
+"""``on_error`` and ``retry`` for reads of samples and batches; kinds of indices."""
 
 import asyncio
 import random
@@ -77,20 +77,19 @@ WITHOUT = [ALL[0], [4, 7], ALL[2]]
 @pytest.mark.parametrize("by", BY)
 @pytest.mark.parametrize("way", ALL_WAYS)
 @pytest.mark.parametrize("kind", KINDS)
-async def test_skipping(kind: Any, way: str, by: str) -> None:
-    """Bad samples are left out and listed; a batch of none is not delivered.
-
-    A whole batch that failed is read again, one by one.
-    """
+async def test_skipped_samples_are_not_delivered(kind: Any, way: str, by: str) -> None:
+    """``skipped`` lists them; a failed batch read is repeated sample by sample."""
     dataset = kind(1, 4, 5, 6, 7)
     loader = make(way, dataset, on_error="skip", **BY[by])
     assert await outcomes(way, loader) == [[0, 2, 3], ALL[2]]
     assert loader.stats().failures == 5
-    assert sorted(one.index for one in loader.skipped) == [1, 4, 5, 6, 7]
-    assert {(one.stage, one.epoch) for one in loader.skipped} == {("fetch", 0)}
-    assert {type(one.error) for one in loader.skipped} == {OSError}
-    # What a traceback refers to would be kept as long as the list.
-    assert {one.error.__traceback__ for one in loader.skipped} == {None}
+    assert sorted(failure.index for failure in loader.skipped) == [1, 4, 5, 6, 7]
+    assert {(failure.stage, failure.epoch) for failure in loader.skipped} == {
+        ("fetch", 0)
+    }
+    assert {type(failure.error) for failure in loader.skipped} == {OSError}
+    # A traceback would keep its frames alive as long as the list.
+    assert {failure.error.__traceback__ for failure in loader.skipped} == {None}
     if by == "in process" and kind in WHOLE:
         assert ALL[2] in dataset.calls
         assert 8 not in dataset.calls
@@ -102,7 +101,7 @@ async def test_skipping(kind: Any, way: str, by: str) -> None:
 async def test_a_callable_replaces_or_skips_or_raises(
     kind: Any, way: str, transform: Any
 ) -> None:
-    """It is asked about each sample, with its place and its error."""
+    """The function gets each failed sample's place and error."""
     asked: list[Failure] = []
 
     def decide(failure: Failure) -> Any:
@@ -113,30 +112,33 @@ async def test_a_callable_replaces_or_skips_or_raises(
 
     loader = make(way, kind(5, 6, 9), on_error=decide, transform=transform)
     factor = 1 if transform is None else 2
-    found = await outcomes(way, loader)
-    # What stands in for a read is transformed as a sample is.
-    assert found[1] == [4 * factor, 100 * factor, 7 * factor]
-    assert isinstance(found[2], KeyError)
-    places = sorted((one.stage, one.batch, one.position, one.index) for one in asked)
+    results = await outcomes(way, loader)
+    # A replacement is transformed as a sample is.
+    assert results[1] == [4 * factor, 100 * factor, 7 * factor]
+    assert isinstance(results[2], KeyError)
+    places = sorted(
+        (failure.stage, failure.batch, failure.position, failure.index)
+        for failure in asked
+    )
     assert places == [("fetch", 1, 1, 5), ("fetch", 1, 2, 6), ("fetch", 2, 1, 9)]
-    assert all(isinstance(one.error, OSError) for one in asked)
+    assert all(isinstance(failure.error, OSError) for failure in asked)
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", WHOLE)
-async def test_raising_for_whole_batches(kind: Any, way: str) -> None:
-    """By default its error is the batch's, as in torch; nothing is read again."""
+async def test_a_failed_batch_read_is_not_repeated(kind: Any, way: str) -> None:
+    """By default, the error of the read is the error of its batch, as in torch."""
     dataset = kind(5, 6)
-    found = await outcomes(way, make(way, dataset))
-    assert [found[0], found[2]] == [WITHOUT[0], WITHOUT[2]]
-    assert isinstance(found[1], OSError)
+    results = await outcomes(way, make(way, dataset))
+    assert [results[0], results[2]] == [WITHOUT[0], WITHOUT[2]]
+    assert isinstance(results[1], OSError)
     assert not any(isinstance(call, int) for call in dataset.calls)
 
 
 @pytest.mark.parametrize("way", ALL_WAYS)
 @pytest.mark.parametrize("kind", KINDS)
-async def test_the_budget_counts_samples_once(kind: Any, way: str) -> None:
-    """That of a batch which is read twice, too; the error has the numbers."""
+async def test_the_budget_counts_each_bad_sample_once(kind: Any, way: str) -> None:
+    """Even where a failed batch is read again; the error contains the count."""
     loader = make(way, kind(5, 6), on_error=Skip(at_most=2))
     assert await outcomes(way, loader) == WITHOUT
     loader = make(way, kind(5, 6), on_error=Skip(at_most=1))
@@ -148,7 +150,7 @@ async def test_the_budget_counts_samples_once(kind: Any, way: str) -> None:
 
 
 class Partly(Numbers):
-    """Some samples are bad: a share of them, anywhere, by a seed."""
+    """A share of the samples is bad, at random positions."""
 
     def __init__(self, share: float, seed: int, n: int = 2000) -> None:
         super().__init__(n)
@@ -161,13 +163,13 @@ class Partly(Numbers):
 
 
 def unsized(dataset: Partly) -> Any:
-    """Return a stream of its samples; nobody knows how many there are."""
+    """Return a stream of its samples, of unknown length."""
     return from_iterable(range(dataset.n)).map(dataset.__getitem__)
 
 
 @pytest.mark.parametrize("is_sized", [True, False])
-async def test_a_share_is_of_the_whole_epoch(is_sized: bool) -> None:
-    """Wherever the bad samples are: fewer never raise, and more always do."""
+async def test_a_budget_share_applies_to_the_whole_epoch(is_sized: bool) -> None:
+    """Wherever the bad samples are, fewer never raise and more always do."""
 
     def raises(share: float, seed: int) -> bool:
         dataset: Any = Partly(share, seed)
@@ -186,8 +188,8 @@ async def test_a_share_is_of_the_whole_epoch(is_sized: bool) -> None:
 
 
 @pytest.mark.parametrize("way", ALL_WAYS)
-async def test_an_epoch_of_a_known_length_fails_at_once(way: str) -> None:
-    """With the first failure beyond the share of this rank's samples."""
+async def test_a_sized_epoch_fails_at_the_first_excess_failure(way: str) -> None:
+    """The allowed share is that of this rank's samples."""
     options: Any = {"on_error": Skip(at_most=0.01), "rank": 1, "world_size": 2}
     loader = make(way, Partly(0.02, 0), **options)
     error = next(e for e in await outcomes(way, loader) if isinstance(e, Exception))
@@ -197,8 +199,8 @@ async def test_an_epoch_of_a_known_length_fails_at_once(way: str) -> None:
 
 
 @pytest.mark.parametrize("way", ALL_WAYS)
-async def test_an_epoch_of_an_unknown_length_is_judged_at_its_end(way: str) -> None:
-    """Or earlier, if chance is no explanation; it is over then."""
+async def test_an_unsized_epoch_checks_its_share_at_the_end(way: str) -> None:
+    """Failures that chance cannot explain end the epoch earlier."""
     loader = make(way, unsized(Partly(0.04, 0, n=200)), on_error=Skip(at_most=0.01))
     *batches, error = await outcomes(way, loader)
     assert len(batches) == 50
@@ -211,10 +213,10 @@ async def test_an_epoch_of_an_unknown_length_is_judged_at_its_end(way: str) -> N
 
 
 @pytest.mark.parametrize("as_read", [lambda dataset: dataset, unsized])
-async def test_a_resumed_epoch_may_fail_for_its_share_of_the_whole(
+async def test_a_resumed_epoch_has_the_whole_budget(
     as_read: Callable[[Partly], Any],
 ) -> None:
-    """Not only of the few samples that are left."""
+    """The few samples that are left may use the share of the whole epoch."""
     dataset = Partly(0, 0)
     loader: Any = DataLoader(as_read(dataset), 50, on_error=Skip(at_most=0.01))
     states = await beside(lambda: [loader.state_dict() for _ in loader])
@@ -225,8 +227,8 @@ async def test_a_resumed_epoch_may_fail_for_its_share_of_the_whole(
 
 @pytest.mark.parametrize("way", ALL_WAYS)
 @pytest.mark.parametrize("is_stream", [True, False])
-async def test_a_rank_has_no_batch_less_than_others(way: str, is_stream: bool) -> None:
-    """They would wait for it: an error, unless the samples are replaced."""
+async def test_a_rank_that_would_lose_a_batch_raises(way: str, is_stream: bool) -> None:
+    """Other ranks would wait for the batch; replaced samples avoid the error."""
     bad = {1, 5, 9, 13}  # the first batch of rank 1
 
     def refuse(number: int) -> int:
@@ -236,18 +238,18 @@ async def test_a_rank_has_no_batch_less_than_others(way: str, is_stream: bool) -
 
     stream: Any = from_iterable(range(24)).epoch_length(24) if is_stream else range(24)
     options: dict[str, Any] = {"transform": refuse, "rank": 1, "world_size": 4}
-    found = await outcomes(way, make(way, stream, on_error="skip", **options))
-    assert isinstance(found[0], FailureBudgetError)
-    assert "4 samples of batch 0 of epoch 0 failed" in str(found[0])
-    assert "other ranks" in str(found[0])
+    results = await outcomes(way, make(way, stream, on_error="skip", **options))
+    assert isinstance(results[0], FailureBudgetError)
+    assert "4 samples of batch 0 of epoch 0 failed" in str(results[0])
+    assert "other ranks" in str(results[0])
     loader = make(way, stream, on_error=lambda _failure: -1, **options)
     assert (await outcomes(way, loader))[0] == [-1] * 4
 
 
 @pytest.mark.parametrize("way", ALL_WAYS)
 @pytest.mark.parametrize("kind", KINDS)
-async def test_reads_are_retried(way: str, kind: Any) -> None:
-    """What fails twice is delivered at the third attempt, a batch as a whole."""
+async def test_failed_reads_are_retried(way: str, kind: Any) -> None:
+    """The third attempt succeeds; a batch counts as one read."""
     errors = [ConnectionResetError(), TimeoutError()]
 
     class Flaky(kind):  # type: ignore[misc]
@@ -264,14 +266,14 @@ async def test_reads_are_retried(way: str, kind: Any) -> None:
 
 @pytest.mark.parametrize("way", ALL_WAYS)
 @pytest.mark.parametrize("kind", KINDS)
-async def test_retries_end(way: str, kind: Any) -> None:
-    """The last attempt's error is the read's own; final ones are not retried."""
+async def test_exhausted_retries_raise_the_last_error(way: str, kind: Any) -> None:
+    """Errors that are not transient are not retried."""
     retry = Retry(max_attempts=4, base_delay=0.0)
-    for error, asked in ((OSError, 4), (FileNotFoundError, 1), (ValueError, 1)):
+    for error, attempts in ((OSError, 4), (FileNotFoundError, 1), (ValueError, 1)):
         dataset = kind(0, error=error)
-        found = await outcomes(way, make(way, dataset, retry=retry))
-        assert type(found[0]) is error
-        assert dataset.calls.count(ALL[0] if kind in WHOLE else 0) == asked
+        results = await outcomes(way, make(way, dataset, retry=retry))
+        assert type(results[0]) is error
+        assert dataset.calls.count(ALL[0] if kind in WHOLE else 0) == attempts
 
 
 class Short(Batches):
@@ -290,16 +292,16 @@ class AsyncShort(AsyncBatches):
 
 @pytest.mark.parametrize("way", ALL_WAYS)
 @pytest.mark.parametrize("kind", [Short, AsyncShort])
-async def test_batch_reads_are_counted(way: str, kind: Any) -> None:
-    """A wrong count is an error, if samples are transformed."""
-    found = await outcomes(way, make(way, kind(), transform=int))
-    assert [found[0], found[2]] == [ALL[0], ALL[2]]
-    assert "__getitems__ returned 3 samples for 4 indices" in str(found[1])
-    assert "sample indices [4, 5, 6, 7]" in found[1].__notes__[0]
+async def test_a_batch_read_of_too_few_samples_is_an_error(way: str, kind: Any) -> None:
+    """The samples are transformed, so their number matters."""
+    results = await outcomes(way, make(way, kind(), transform=int))
+    assert [results[0], results[2]] == [ALL[0], ALL[2]]
+    assert "__getitems__ returned 3 samples for 4 indices" in str(results[1])
+    assert "sample indices [4, 5, 6, 7]" in results[1].__notes__[0]
 
 
 class OnlyTogether(Batches):
-    """The batch fails; each sample alone can be read."""
+    """The batch read fails; each sample can be read alone."""
 
     def __getitems__(self, indices: list[int]) -> list[int]:
         if 5 in indices:
@@ -311,8 +313,7 @@ class OnlyTogether(Batches):
 
 
 @pytest.mark.parametrize("way", WAYS)
-async def test_a_batch_whose_samples_are_good(way: str) -> None:
-    """Nothing is skipped."""
+async def test_a_failed_batch_read_skips_no_good_sample(way: str) -> None:
     loader = make(way, OnlyTogether(), on_error="skip")
     assert await outcomes(way, loader) == ALL
     assert loader.stats().failures == 0
@@ -346,24 +347,24 @@ INDICES: dict[str, Callable[[], dict[str, Any]]] = {
 @pytest.mark.parametrize("by", BY)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("case", INDICES)
-async def test_tensors_as_indices(case: str, way: str, by: str) -> None:
-    """Of tensors in memory: whatever torch's loader takes, with the same batches."""
+async def test_tensors_are_indices_as_in_torch(case: str, way: str, by: str) -> None:
+    """The dataset is in memory; the batches are those of torch's loader."""
     data = TensorDataset(torch.arange(10) * 10, torch.rand(10, 2))
     torch.manual_seed(5)
     theirs: Any = [
-        [one.tolist() for one in b] for b in TorchLoader(data, **INDICES[case]())
+        [field.tolist() for field in b] for b in TorchLoader(data, **INDICES[case]())
     ]
     torch.manual_seed(5)
     options: Any = {"batch_size": 1, **INDICES[case](), **BY[by]}
-    found = await outcomes(way, make(way, data, **options))
-    assert [[one.tolist() for one in batch] for batch in found] == theirs
+    batches = await outcomes(way, make(way, data, **options))
+    assert [[field.tolist() for field in batch] for batch in batches] == theirs
 
 
-# -- plain data sets that give coroutines -------------------------------------------
+# -- plain datasets that return coroutines ------------------------------------------
 
 
 class Slotted:
-    """Wraps an async dataset where nobody can see it."""
+    """Hides an async dataset in a closure."""
 
     __slots__ = ("_get", "_n")
 
@@ -379,7 +380,7 @@ class Slotted:
 
 
 class SlottedBatches(Slotted):
-    """The same, by the batch."""
+    """The same, with a batch method."""
 
     __slots__ = ()
 
@@ -391,7 +392,7 @@ class SlottedBatches(Slotted):
 
 
 class Half(Slotted):
-    """Gives a coroutine for some samples only: those that are not cached."""
+    """Returns coroutines for some samples only, as a cache does."""
 
     __slots__ = ()
 
@@ -403,8 +404,8 @@ class Half(Slotted):
 @pytest.mark.parametrize("by", BY)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", [Slotted, SlottedBatches, Half])
-async def test_a_plain_dataset_gives_coroutines(kind: Any, way: str, by: str) -> None:
-    """It is known by what it returns."""
+async def test_plain_reads_may_return_coroutines(kind: Any, way: str, by: str) -> None:
+    """The loader detects them by the returned values."""
     loader = make(way, kind(AsyncNumbers(12)), **BY[by])
     assert await outcomes(way, loader) == ALL
     assert await outcomes(way, loader) == ALL
@@ -412,8 +413,8 @@ async def test_a_plain_dataset_gives_coroutines(kind: Any, way: str, by: str) ->
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", [Slotted, SlottedBatches])
-async def test_its_samples_are_transformed_and_skipped(kind: Any, way: str) -> None:
-    """What follows a read follows this one."""
+async def test_returned_coroutines_are_processed_further(kind: Any, way: str) -> None:
+    """Their values are transformed, collated, and skipped where they fail."""
 
     class Bad(AsyncNumbers):
         async def __getitem__(self, index: int) -> Any:

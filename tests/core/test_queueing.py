@@ -1,4 +1,4 @@
-"""Who waits for whom: nothing that is ready waits for reads of later batches."""
+"""A batch that is ready does not wait for reads of later batches."""
 
 import asyncio
 import itertools
@@ -20,7 +20,7 @@ def mark() -> asyncio.Event:
 
 
 class Behind(AsyncMap):
-    """Samples of later batches come only when an async function was entered."""
+    """Samples of later batches come only after an async function was entered."""
 
     async def __getitem__(self, index: int) -> Any:
         if index >= 4:
@@ -28,7 +28,7 @@ class Behind(AsyncMap):
         return index
 
     async def pass_on(self, sample: Any) -> Any:
-        """Be entered."""
+        """Set the mark, and return the sample."""
         mark().set()
         await asyncio.sleep(0)
         return sample
@@ -38,14 +38,14 @@ class Behind(AsyncMap):
 @pytest.mark.parametrize("by", BY)
 @pytest.mark.parametrize("in_order", [True, False])
 @pytest.mark.parametrize("concurrency", [1, 4, 6, 64])
-@pytest.mark.parametrize("what", ["collate_fn", "transform"])
-async def test_an_async_function_is_not_queued(
-    what: str, concurrency: int, in_order: bool, by: str
+@pytest.mark.parametrize("stage", ["collate_fn", "transform"])
+async def test_async_stages_do_not_wait_for_later_reads(
+    stage: str, concurrency: int, in_order: bool, by: str
 ) -> None:
-    """Behind reads of later batches, which may take any time."""
+    """Later reads wait until the async stage of batch 0 has run."""
     MARKS.clear()
     dataset = Behind(40)
-    options: Any = {what: dataset.pass_on, **BY[by]}
+    options: Any = {stage: dataset.pass_on, **BY[by]}
     options |= {"concurrency": concurrency, "in_order": in_order, "prefetch_factor": 4}
     if by == "processes":
         options["num_workers"] = 1
@@ -53,8 +53,8 @@ async def test_an_async_function_is_not_queued(
     assert len(await bounded(collect(loader))) == 10
 
 
-async def test_a_stage_is_not_queued_behind_other_batches_of_it() -> None:
-    """One collate call that takes long does not hold up later batches' reads."""
+async def test_a_slow_collate_call_does_not_stop_later_reads() -> None:
+    """The first collate call waits until later samples were read."""
     dataset = Gated(400, free=400)
     entered, leave = asyncio.Event(), asyncio.Event()
 
@@ -76,13 +76,13 @@ async def test_a_stage_is_not_queued_behind_other_batches_of_it() -> None:
 
 
 def growing(first: int, later: int, number: int) -> list[list[int]]:
-    """Return batches of which the first has another size."""
+    """Return ``number`` batches of ``later`` samples after one of ``first``."""
     starts = [0, *range(first, first + later * number, later)]
     return [list(range(start, start + (later if start else first))) for start in starts]
 
 
 async def ahead_of(loader: DataLoader[Any], dataset: Gated) -> int:
-    """Return how many samples have begun when nothing more begins by itself."""
+    """Return how many samples have started when no more start by themselves."""
     iterator = aiter(loader)
     await bounded(anext(iterator))
     seen = -1
@@ -94,7 +94,7 @@ async def ahead_of(loader: DataLoader[Any], dataset: Gated) -> int:
 
 
 def alternating() -> list[list[int]]:
-    """Return small batches and large ones in turns."""
+    """Return large and small batches alternately."""
     sizes = [1 if number % 2 else 256 for number in range(120)]
     ends = itertools.accumulate(sizes)
     return [[*range(end - size, end)] for end, size in zip(ends, sizes, strict=True)]
@@ -108,10 +108,10 @@ def alternating() -> list[list[int]]:
     ],
     ids=["1, 512, ...", "8, 512, ...", "64, 512, ...", "256, 1, 256, ..."],
 )
-async def test_small_batches_do_not_open_the_window(
+async def test_small_batches_do_not_widen_the_window(
     batches: list[list[int]], most: int
 ) -> None:
-    """Samples ahead are a few times what is in flight, by the batches' real sizes."""
+    """Prefetched samples are bounded by the batches' real sizes."""
     dataset = Gated(40_000, free=40_000)
     loader: Any = DataLoader(
         dataset, batch_sampler=batches, concurrency=64, loop="caller"
@@ -120,8 +120,8 @@ async def test_small_batches_do_not_open_the_window(
 
 
 @pytest.mark.parametrize("concurrency", [1, 64, 300])
-async def test_a_large_first_batch_does_not_close_the_window(concurrency: int) -> None:
-    """As many samples as may be are in flight, though later batches are of one."""
+async def test_a_large_first_batch_does_not_narrow_the_window(concurrency: int) -> None:
+    """``concurrency`` samples are in flight, although later batches are small."""
     batches = growing(512, 1, 600)
     dataset = Gated(2000, free=512)
     loader: Any = DataLoader(
@@ -136,8 +136,8 @@ async def test_a_large_first_batch_does_not_close_the_window(concurrency: int) -
 
 
 @pytest.mark.parametrize("size", [1, 3, 64, 100])
-async def test_small_batches_fill_what_may_be_in_flight(size: int) -> None:
-    """At any size; and no more than a few batches beyond."""
+async def test_small_batches_fill_the_concurrency(size: int) -> None:
+    """At most five batches beyond ``concurrency`` samples are prefetched."""
     dataset = Gated(4000)
     loader = make("caller", dataset, batch_size=size, concurrency=64)
     iterator = aiter(loader)
@@ -173,10 +173,10 @@ class Closed(SyncMap):
 @pytest.mark.parametrize("turns", range(6))
 @pytest.mark.parametrize("kind", [SyncMap, AsyncMap])
 @pytest.mark.parametrize("way", ASYNC_WAYS)
-async def test_tasks_get_batches_in_the_order_in_which_they_came(
+async def test_tasks_get_batches_in_order_of_arrival(
     way: str, kind: Any, turns: int
 ) -> None:
-    """Also one that comes when a batch is there, and the first is not awake yet."""
+    """Even if a batch is ready before the first task has woken up."""
     iterator = aiter(make(way, kind(16)))
     steps = []
     for _ in range(4):
@@ -189,10 +189,8 @@ async def test_tasks_get_batches_in_the_order_in_which_they_came(
 @pytest.mark.slow
 @pytest.mark.parametrize("cancelled", range(4))
 @pytest.mark.parametrize("way", ASYNC_WAYS)
-async def test_a_task_leaves_the_queue_when_it_is_cancelled(
-    way: str, cancelled: int
-) -> None:
-    """Those behind it move up, and no batch is lost."""
+async def test_a_cancelled_task_loses_no_batch(way: str, cancelled: int) -> None:
+    """Tasks that wait after a cancelled one move up."""
     gate = threading.Event()
     iterator = aiter(make(way, Closed(16, gate)))
     steps = [asyncio.create_task(anext(iterator)) for _ in range(4)]
@@ -200,6 +198,6 @@ async def test_a_task_leaves_the_queue_when_it_is_cancelled(
     steps.pop(cancelled).cancel()
     await asyncio.sleep(0)
     gate.set()
-    found = await bounded(asyncio.gather(*steps, anext(iterator)))
-    assert labels(found) == IN_ORDER
+    batches = await bounded(asyncio.gather(*steps, anext(iterator)))
+    assert labels(batches) == IN_ORDER
     await iterator.aclose()

@@ -1,4 +1,4 @@
-"""How many threads a request and an epoch start: none, where no plain code must run."""
+"""How many threads a request and an epoch start: none without plain user code."""
 
 import asyncio
 import threading
@@ -51,12 +51,12 @@ TAKEN: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("what", TAKEN)
-async def test_no_thread_is_started(what: str, monkeypatch: MONKEYS) -> None:
-    """Reads are async, or of a list, and batches are collated by torch's rules."""
+@pytest.mark.parametrize("case", TAKEN)
+async def test_async_reads_start_no_thread(case: str, monkeypatch: MONKEYS) -> None:
+    """Reads of a list start none, either; batches are collated by torch's rules."""
     await TAKEN["a request"]()  # the first of a process imports modules in a thread
     with counted_starts(monkeypatch) as started:
-        assert await TAKEN[what]()
+        assert await TAKEN[case]()
     assert started == []
 
 
@@ -70,17 +70,17 @@ SLOW: dict[str, Callable[[], DataLoader[Any]]] = {
 }
 
 
-@pytest.mark.parametrize("what", SLOW)
-async def test_a_thread_runs_what_may_be_slow(what: str, monkeypatch: MONKEYS) -> None:
-    """The user's code; and large batches, of a list too."""
+@pytest.mark.parametrize("case", SLOW)
+async def test_slow_stages_run_in_a_thread(case: str, monkeypatch: MONKEYS) -> None:
+    """Slow stages are user code, and large batches, even of a list."""
     with counted_starts(monkeypatch) as started:
-        assert await collect(SLOW[what]())
+        assert await collect(SLOW[case]())
     assert "aioloader-cpu" in started
 
 
 def threads_of_loaders() -> list[threading.Thread]:
-    """Return all threads, but for the one that looks for what holds a loop up."""
-    return [one for one in threading.enumerate() if one.name != "aioloader-watch"]
+    """Return all threads except the watchdog of blocked loops."""
+    return [t for t in threading.enumerate() if t.name != "aioloader-watch"]
 
 
 class Crowd:
@@ -125,10 +125,10 @@ def first_of(samples: Any) -> Any:
     ],
     ids=["nothing is plain", "transform", "collate_fn", "private loops"],
 )
-async def test_loaders_at_once_share_threads(
+async def test_concurrent_loaders_share_threads(
     way: str, number: int, options: dict[str, Any], most: int
 ) -> None:
-    """Plain code on a caller's loop runs in a few; each delivers, and all end."""
+    """On a caller's loop, plain code runs in a few threads."""
     before = len(threads_of_loaders())
     crowd = Crowd(number)
     loaders = [make(way, AsyncMap(), **options) for _ in range(number)]
@@ -138,7 +138,7 @@ async def test_loaders_at_once_share_threads(
 
 
 async def test_shared_threads_do_not_wait_for_each_other() -> None:
-    """Four requests' transforms each wait for the fourth's: none starves."""
+    """The transforms of four requests wait for each other at a barrier."""
     barrier = threading.Barrier(4)
 
     def meet(sample: Any) -> Any:
@@ -147,14 +147,14 @@ async def test_shared_threads_do_not_wait_for_each_other() -> None:
         return sample
 
     loaders = [make("caller", AsyncMap(8), transform=meet) for _ in range(4)]
-    found = await bounded(asyncio.gather(*map(collect, loaders)))
-    assert [labels(batches) for batches in found] == [EXPECTED[:2]] * 4
+    epochs = await bounded(asyncio.gather(*map(collect, loaders)))
+    assert [labels(batches) for batches in epochs] == [EXPECTED[:2]] * 4
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 async def test_shared_threads_may_iterate_loaders(way: str) -> None:
-    """Plain code of many requests at once, each with plain code of its own within."""
+    """Each transform of 24 requests iterates an inner loader with a transform."""
 
     def inner(_: Any) -> int:
         loader = make(way, AsyncMap(), transform=double, timeout=PATIENCE)
@@ -163,8 +163,8 @@ async def test_shared_threads_may_iterate_loaders(way: str) -> None:
         return len(asyncio.run(collect(loader)))
 
     loaders = [make("caller", AsyncMap(4), transform=inner) for _ in range(24)]
-    found = await bounded(asyncio.gather(*map(collect, loaders)))
-    assert [batch.tolist() for batches in found for batch in batches] == [[5] * 4] * 24
+    epochs = await bounded(asyncio.gather(*map(collect, loaders)))
+    assert [batch.tolist() for batches in epochs for batch in batches] == [[5] * 4] * 24
 
 
 # -- a private loop -----------------------------------------------------------------
@@ -191,27 +191,27 @@ class Nesting(AsyncMap):
 @pytest.mark.parametrize("inner_kind", [SyncMap, AsyncMap, SyncStream, AsyncStream])
 @pytest.mark.parametrize("how", ["for", "async for"])
 @pytest.mark.parametrize("way", ["for", "thread"])
-async def test_nested_loaders(way: str, how: str, inner_kind: Any) -> None:
-    """Two private loops, one inside of the other, do not wait for each other."""
+async def test_nested_loaders_do_not_hang(way: str, how: str, inner_kind: Any) -> None:
+    """Each of the two loaders has its own loop."""
     dataset = Nesting(lambda: DataLoader(inner_kind(), 4, timeout=PATIENCE), how)
     assert await outcomes(way, make(way, dataset)) == [[20] * 4] * 2
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ["transform", "collate_fn", "sync dataset"])
+@pytest.mark.parametrize("place", ["transform", "collate_fn", "sync dataset"])
 @pytest.mark.parametrize("way", ["for", "thread"])
-async def test_a_loader_inside_of_plain_code(way: str, what: str) -> None:
-    """A plain function may iterate an async dataset while its own loader waits."""
+async def test_plain_user_code_may_iterate_another_loader(way: str, place: str) -> None:
+    """The inner loader reads an async dataset while the outer one waits."""
 
     def inner(_: Any) -> int:
         return len(list(DataLoader(AsyncMap(), 4, timeout=PATIENCE)))
 
     dataset: Any = AsyncMap(8)
-    options: Any = {what: inner}
-    if what == "sync dataset":
+    options: Any = {place: inner}
+    if place == "sync dataset":
         dataset, options = Reading(inner), {}
     batches = await outcomes(way, make(way, dataset, **options))
-    assert batches == ([5, 5] if what == "collate_fn" else [[5] * 4] * 2)
+    assert batches == ([5, 5] if place == "collate_fn" else [[5] * 4] * 2)
 
 
 class Reading(SyncMap):
@@ -245,7 +245,7 @@ EPOCHS: dict[str, Any] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("case", EPOCHS)
 async def test_a_later_epoch_starts_no_thread(case: str, monkeypatch: MONKEYS) -> None:
-    """Of a loader that is kept open, by ``with`` or by ``async with``."""
+    """The loader is kept open by ``with`` or ``async with``."""
     way, kind, options = EPOCHS[case]
     loader = make(way, kind(), **options)
 
@@ -268,7 +268,7 @@ async def test_a_later_epoch_starts_no_thread(case: str, monkeypatch: MONKEYS) -
 
 @pytest.mark.parametrize("way", ASYNC_WAYS)
 async def test_a_later_epoch_opens_no_loop(way: str, monkeypatch: MONKEYS) -> None:
-    """Nor after a break."""
+    """A break out of an epoch does not change that."""
     opened: list[int] = []
     created = asyncio.BaseEventLoop.__init__
 
@@ -287,7 +287,7 @@ async def test_a_later_epoch_opens_no_loop(way: str, monkeypatch: MONKEYS) -> No
 
 
 def test_a_plain_epoch_starts_no_thread(monkeypatch: MONKEYS) -> None:
-    """Not even the first one of a plain loop over plain samples."""
+    """Neither the first epoch nor later ones."""
     with counted_starts(monkeypatch) as started:
         for kind in (SyncMap, SyncStream):
             assert len(list(make("for", kind()))) == 5

@@ -1,7 +1,7 @@
 """Nothing waits for the garbage collector: it is off in all tests here.
 
-What an iteration holds (tasks, threads, processes, memory) is released by the end of
-the last reference to its iterator, by a close, or by a cancellation.
+Tasks, threads, processes and memory of an iteration are released by the end of the
+last reference to its iterator, by a close, or by a cancellation.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from samples import AsyncMap, AsyncStream, SyncMap, SyncStream, labels
 
 @pytest.fixture(autouse=True)
 def uncollected(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Turn the collector off, and let nobody ask for it."""
+    """Turn the collector off, and make ``gc.collect`` do nothing."""
     gc.collect()
     gc.disable()
     monkeypatch.setattr(gc, "collect", lambda *_generation: 0)
@@ -34,7 +34,7 @@ def uncollected(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 KINDS = [SyncMap, AsyncMap, SyncStream, AsyncStream]
-# Of plain streams, threads read as the process does.
+# With threads, plain streams are read as without workers.
 ALL = [(kind, by) for kind in KINDS for by in BY]
 ALL.remove((SyncStream, "threads"))
 EVERYWHERE = pytest.mark.parametrize(("kind", "by"), ALL)
@@ -46,8 +46,8 @@ EVERYWHERE = pytest.mark.parametrize(("kind", "by"), ALL)
 @pytest.mark.slow
 @EVERYWHERE
 @pytest.mark.parametrize("way", ASYNC_WAYS)
-async def test_a_cancelled_task_group(kind: Any, way: str, by: str) -> None:
-    """anyio's cancellation is level-triggered; its error is held by nobody."""
+async def test_a_cancelled_group_leaves_nothing(kind: Any, way: str, by: str) -> None:
+    """anyio's cancellation is level-triggered; nothing holds its error."""
     async with released():
         loader = make(way, kind(4000), **BY[by])
         begun = asyncio.Event()
@@ -76,8 +76,8 @@ class Never(AsyncMap):
 
 
 @pytest.mark.parametrize("way", ASYNC_WAYS)
-async def test_a_disconnect_amid_a_read(way: str) -> None:
-    """A request that is cancelled in ``anext``; its error is kept by the framework."""
+async def test_requests_cancelled_during_a_read_release_everything(way: str) -> None:
+    """Requests are cancelled in ``anext``; the framework keeps their errors."""
     kept: list[BaseException] = []
     begun = asyncio.Event()
 
@@ -103,7 +103,7 @@ async def test_a_disconnect_amid_a_read(way: str) -> None:
 
 
 class Lingering(Never):
-    """A read that is cancelled takes its time."""
+    """Cancelled reads take a while to end."""
 
     def __init__(self) -> None:
         super().__init__(80)
@@ -121,8 +121,8 @@ class Lingering(Never):
                 self.cleaned += 1
 
 
-async def test_a_second_cancellation_while_closing() -> None:
-    """It is raised, but not before all is released."""
+async def test_a_second_cancellation_waits_for_the_release() -> None:
+    """A task cancelled while it closes its loader ends after the release."""
     async with released():
         dataset = Lingering()
         loader = make("caller", dataset)
@@ -152,8 +152,8 @@ async def test_a_second_cancellation_while_closing() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ASYNC_WAYS)
 @pytest.mark.parametrize("kind", KINDS)
-async def test_aclose_under_a_cancelled_scope(kind: Any, way: str) -> None:
-    """The iterator's, and the loader's."""
+async def test_aclose_works_in_a_cancelled_scope(kind: Any, way: str) -> None:
+    """The ``aclose`` of an iterator, and of a loader."""
     async with released():
         loader = make(way, kind(4000))
         iterator = aiter(loader)
@@ -183,12 +183,12 @@ async def iterate(way: str, loader: DataLoader[Any]) -> None:
 
 
 def fail(_: Any = None) -> Any:
-    """Fail as it reads, or later."""
+    """Raise, as a read, a transform or a collate_fn."""
     raise OSError("no sample")
 
 
 def failing() -> Iterator[int]:
-    """Fail as a sampler, or a stream."""
+    """Yield a few numbers and raise, as a sampler or a stream."""
     yield from range(6)
     fail()
 
@@ -221,8 +221,8 @@ SOURCES: dict[str, Callable[[], tuple[Any, dict[str, Any]]]] = {
 @pytest.mark.parametrize("by", BY)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("source", SOURCES)
-async def test_an_error_that_is_held(source: str, way: str, by: str) -> None:
-    """An exception, with its traceback, holds no pipeline."""
+async def test_a_kept_error_keeps_no_pipeline(source: str, way: str, by: str) -> None:
+    """The error has its traceback."""
     if by != "in process" and "map" not in source:
         pytest.skip("as in process")
     dataset, options = SOURCES[source]()
@@ -237,8 +237,8 @@ async def test_an_error_that_is_held(source: str, way: str, by: str) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-async def test_an_error_of_the_consumer_that_is_held(way: str) -> None:
-    """The frame of its loop is in the traceback, but the loop has left its iterator."""
+async def test_a_kept_error_of_the_consumer_keeps_no_pipeline(way: str) -> None:
+    """Its traceback holds the frame of the loop, which has dropped the iterator."""
     async with released():
         loader = make(way, AsyncMap(400))
 
@@ -274,10 +274,10 @@ async def take(way: str, loader: DataLoader[Any], *, whole: bool) -> None:
 @EVERYWHERE
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("whole", [False, True])
-async def test_a_dropped_loader_holds_no_data(
+async def test_a_dropped_loader_keeps_no_dataset(
     whole: bool, kind: Any, way: str, by: str
 ) -> None:
-    """No circle of references keeps a data set, after a break or a whole epoch."""
+    """No reference cycle keeps the dataset, after a break or a whole epoch."""
     dataset = kind(24)
     gone = weakref.ref(dataset)
     async with released():
@@ -295,32 +295,32 @@ EXPECTED = [[i, i + 1, i + 2, i + 3] for i in range(0, 24, 4)]
 
 @pytest.mark.parametrize("way", ASYNC_WAYS)
 @pytest.mark.parametrize("kind", KINDS)
-async def test_a_step_is_a_coroutine(kind: Any, way: str) -> None:
-    """``create_task(anext(it))`` and its likes work; none is lost when one waits."""
+async def test_anext_is_a_coroutine_that_loses_no_batch(kind: Any, way: str) -> None:
+    """So ``create_task(anext(it))``, ``gather`` and ``wait_for`` work."""
     iterator = aiter(make(way, kind(24)))
-    found = [await bounded(asyncio.create_task(anext(iterator)))]
-    found += await bounded(asyncio.gather(anext(iterator), anext(iterator)))
-    found += [await asyncio.wait_for(anext(iterator), 20)]
-    found += [await anext(iterator, None)]
+    batches = [await bounded(asyncio.create_task(anext(iterator)))]
+    batches += await bounded(asyncio.gather(anext(iterator), anext(iterator)))
+    batches += [await asyncio.wait_for(anext(iterator), 20)]
+    batches += [await anext(iterator, None)]
     dropped = anext(iterator)
     assert asyncio.iscoroutine(dropped)
-    dropped.close()  # never begun: takes nothing
-    found += [await bounded(iterator.__anext__())]
-    assert labels(found) == EXPECTED
+    dropped.close()  # never started: takes no batch
+    batches += [await bounded(iterator.__anext__())]
+    assert labels(batches) == EXPECTED
     assert await anext(iterator, None) is None
 
 
 @pytest.mark.slow
 @EVERYWHERE
 @pytest.mark.parametrize("way", ASYNC_WAYS)
-async def test_a_step_holds_its_iterator(kind: Any, way: str, by: str) -> None:
-    """``await anext(aiter(loader))`` takes a first batch; then all is released."""
+async def test_a_pending_anext_keeps_its_iterator(kind: Any, way: str, by: str) -> None:
+    """``await anext(aiter(loader))`` gets a first batch, and releases the rest."""
     async with released():
         loader = make(way, kind(24), **BY[by])
-        found = [await bounded(anext(aiter(loader)))]
-        found += [await bounded(aiter(loader).__anext__())]
-        found += [await bounded(asyncio.create_task(anext(aiter(loader))))]
-        assert labels(found) == EXPECTED[:1] * 3
+        batches = [await bounded(anext(aiter(loader)))]
+        batches += [await bounded(aiter(loader).__anext__())]
+        batches += [await bounded(asyncio.create_task(anext(aiter(loader))))]
+        assert labels(batches) == EXPECTED[:1] * 3
         await quiet()
         assert "open=0" in repr(loader)
         if by == "processes" and kind in {AsyncMap, AsyncStream}:
@@ -328,7 +328,7 @@ async def test_a_step_holds_its_iterator(kind: Any, way: str, by: str) -> None:
 
 
 async def close_by(how: str, loader: DataLoader[Any]) -> None:
-    """Take a batch, and close in one of three ways."""
+    """Take a batch and close in one of three ways."""
     async with contextlib.AsyncExitStack() as stack:
         if how == "async with":
             await stack.enter_async_context(loader)
@@ -342,8 +342,8 @@ async def close_by(how: str, loader: DataLoader[Any]) -> None:
 @pytest.mark.parametrize("way", ASYNC_WAYS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("how", ["iterator", "loader", "async with"])
-async def test_aclose_releases(how: str, kind: Any, way: str) -> None:
-    """No task is left when it returns, and no thread that has anything to do."""
+async def test_aclose_leaves_no_task_or_thread(how: str, kind: Any, way: str) -> None:
+    """No task remains when it returns; threads end soon after."""
     async with released():
         tasks = asyncio.all_tasks()
         await close_by(how, make(way, kind(4000)))
@@ -354,8 +354,8 @@ async def test_aclose_releases(how: str, kind: Any, way: str) -> None:
 @pytest.mark.parametrize("by", BY)
 @pytest.mark.parametrize("kind", [SyncMap, AsyncMap])
 @pytest.mark.parametrize("how", ["iterator", "loader", "with"])
-def test_close_releases(how: str, kind: Any, by: str) -> None:
-    """Nor is there after ``close``; worker processes have ended."""
+def test_close_leaves_no_thread_or_worker(how: str, kind: Any, by: str) -> None:
+    """Worker processes have ended when ``close`` returns."""
     with no_leaks():
         loader = make("for", kind(4000), **BY[by])
         with loader if how == "with" else contextlib.nullcontext():

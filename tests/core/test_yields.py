@@ -1,7 +1,7 @@
-"""``async for`` gives way to the caller's loop, and draws nothing long on it.
+"""``async for`` yields to the caller's loop, and draws no long permutation on it.
 
-A step spins for more than a millisecond, so that a loop that counts time is owed a
-turn; the beats of a task beside it are counted, batch by batch.
+A step spins for more than a millisecond, after which the loop must get a turn. The
+beats of a concurrent task are counted, batch by batch.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ class Beats:
         self.count = 0
 
     async def beat(self) -> None:
-        """Count."""
+        """Count turns until cancelled."""
         while True:
             self.count += 1
             await asyncio.sleep(0)
@@ -45,7 +45,7 @@ def spin(seconds: float) -> None:
 
 
 async def beats_of(loader: Any, seconds: float) -> list[int]:
-    """Return how often the loop turned by the time of each batch."""
+    """Return for each batch how often the loop had turned by then."""
     beats = Beats()
     seen: list[int] = []
     task = asyncio.create_task(beats.beat())
@@ -80,10 +80,10 @@ SOURCES: dict[str, Any] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ASYNC_WAYS)
 @pytest.mark.parametrize("source", SOURCES)
-async def test_a_turn_for_each_long_step(source: str, way: str) -> None:
-    """However many batches are ready."""
-    of, options = SOURCES[source]
-    seen = await bounded(beats_of(make(way, of(80), **options), 0.002))
+async def test_the_loop_turns_for_each_long_step(source: str, way: str) -> None:
+    """Whatever the number of batches that are ready."""
+    dataset, options = SOURCES[source]
+    seen = await bounded(beats_of(make(way, dataset(80), **options), 0.002))
     turns = [later - sooner for sooner, later in pairwise(seen)]
     assert len(turns) == 19
     assert min(turns) >= 1, turns
@@ -91,17 +91,17 @@ async def test_a_turn_for_each_long_step(source: str, way: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("source", ["tensors", "map", "async map", "worker processes"])
-async def test_a_turn_for_some_short_steps(source: str) -> None:
-    """Time adds up over batches: a turn is owed after a millisecond, not a batch."""
-    of, options = SOURCES[source]
-    seen = await bounded(beats_of(make("thread", of(400), **options), 0.0003))
+async def test_the_loop_turns_after_some_short_steps(source: str) -> None:
+    """Time adds up over batches: the loop gets a turn after each millisecond."""
+    dataset, options = SOURCES[source]
+    seen = await bounded(beats_of(make("thread", dataset(400), **options), 0.0003))
     turns = [later - sooner for sooner, later in zip(seen, seen[10:], strict=False)]
     assert min(turns) >= 1, turns
 
 
 @pytest.mark.parametrize("way", ASYNC_WAYS)
-async def test_a_timer_fires_beside_ready_batches(way: str) -> None:
-    """A deadline beside the loop is kept: it does not wait for the epoch's end."""
+async def test_a_timer_fires_while_batches_are_ready(way: str) -> None:
+    """The timer does not wait for the end of the epoch."""
     fired: list[int] = []
     loader = make(way, AsyncMap(400), prefetch_factor=16)
     asyncio.get_running_loop().call_later(0.001, fired.append, 0)
@@ -113,7 +113,7 @@ async def test_a_timer_fires_beside_ready_batches(way: str) -> None:
 
 
 class Ordered(Sampler[int]):
-    """A user's sampler that notes which thread iterates it, and steps it."""
+    """A user's sampler that records the threads that iterate it."""
 
     def __init__(self, n: int) -> None:
         self.n = n
@@ -158,17 +158,17 @@ async def first_of(loader: DataLoader[Any]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ASYNC_WAYS)
-@pytest.mark.parametrize("of", LONG)
-async def test_a_long_sampler_is_iterated_beside_the_loop(of: Any, way: str) -> None:
-    """A user's own may take any time to begin."""
+@pytest.mark.parametrize("dataset", LONG)
+async def test_a_long_sampler_is_iterated_off_the_loop(dataset: Any, way: str) -> None:
+    """A user's sampler may take any time to start."""
     sampler = Ordered(MANY)
-    await first_of(make(way, of(), sampler=sampler))
+    await first_of(make(way, dataset(), sampler=sampler))
     assert threading.get_ident() not in sampler.threads
 
 
 @pytest.fixture
 def permuting(monkeypatch: pytest.MonkeyPatch) -> set[int]:
-    """Note the threads that draw great permutations."""
+    """Record the threads that draw large permutations."""
     threads: set[int] = set()
     drawn = torch.randperm
 
@@ -183,13 +183,13 @@ def permuting(monkeypatch: pytest.MonkeyPatch) -> set[int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ASYNC_WAYS)
-@pytest.mark.parametrize("of", LONG)
-async def test_a_permutation_is_drawn_beside_the_loop(
-    of: Any, way: str, permuting: set[int]
+@pytest.mark.parametrize("dataset", LONG)
+async def test_a_permutation_is_drawn_off_the_loop(
+    dataset: Any, way: str, permuting: set[int]
 ) -> None:
-    """That of ``shuffle=True``, and again when a state is loaded."""
+    """For ``shuffle=True``, and again after a state was loaded."""
     generator = torch.Generator().manual_seed(1)
-    loader = make(way, of(), shuffle=True, generator=generator)
+    loader = make(way, dataset(), shuffle=True, generator=generator)
     await first_of(loader)
     assert permuting
     loader.load_state_dict(loader.state_dict())
@@ -207,15 +207,15 @@ class Drawn(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        found = func(*args, **(kwargs or {}))
-        if "rand" in str(func) and isinstance(found, torch.Tensor):
-            self.count += found.numel()
-        return found
+        result = func(*args, **(kwargs or {}))
+        if "rand" in str(func) and isinstance(result, torch.Tensor):
+            self.count += result.numel()
+        return result
 
 
 @pytest.mark.slow
-def test_a_state_draws_nothing() -> None:
-    """It is taken on the loop: a generator's state is copied, not searched for."""
+def test_saving_and_loading_a_state_draws_nothing() -> None:
+    """A generator's state is copied, not replayed: saving happens on the loop."""
     generator = torch.Generator().manual_seed(1)
     torch.empty(MANY).random_(generator=generator)
     loader = DataLoader(SyncMap(20), 4, shuffle=True, generator=generator)

@@ -1,4 +1,4 @@
-"""Random chains of steps over every format, as values that can be printed and made."""
+"""Random chains of steps over every format, as values with a readable repr."""
 
 import functools
 import pickle
@@ -22,13 +22,13 @@ from datasets.shards import (
     sqlite,
 )
 
-# A server's start is dear and its formats are SQLite's; see test_stream_laws.py.
+# Starting a server takes long, and SQLite has the same row formats.
 MAKES: list[Make] = [make for make in EVERY if make not in DATABASES] + [sqlite]
 _SHUFFLED: list[Make] = [*SHARDED, *FILES_OF_TABLES, sqlite, map_style]
 
 
 def upper(sample: Any) -> str:
-    """Return a sample's name, changed; a list's is that of its samples."""
+    """Return a sample's name, marked; a list's joins the names of its samples."""
     if isinstance(sample, list):
         return "+".join(map(upper, sample))
     return f"<{name_of(sample)}>"
@@ -49,7 +49,7 @@ def refused(sample: Any) -> Any:
 
 
 def several(sample: Any) -> Any:
-    """Yield from none to two samples for one."""
+    """Yield zero to two samples for each sample."""
     for number in range(sum(map(ord, upper(sample))) % 3):
         yield f"{upper(sample)}{number}"
 
@@ -69,7 +69,7 @@ def tokens_of(sample: Any) -> list[int]:
 def text_of(sample: Any) -> str:
     """Return the text of a packed sample, with its labels."""
     texts = (sample[name].tolist() for name in ("input_ids", "labels"))
-    return "|".join("".join(chr(max(one, 32)) for one in text) for text in texts)
+    return "|".join("".join(chr(max(code, 32)) for code in text) for text in texts)
 
 
 @functools.cache
@@ -84,10 +84,10 @@ def made(make: Make, options: tuple[tuple[str, Any], ...]) -> Any:
 _FOLDERS: list[Any] = []
 
 
-# Each step, with what its argument is drawn from.
+# Each step, with the strategy for its argument.
 STEPS: dict[str, tuple[Callable[[Any, Any], Any], st.SearchStrategy[Any]]] = {
     "map": (lambda stream, _: stream.map(upper), st.none()),
-    "map async": (lambda one, n: one.map(awaited, concurrency=n), st.integers(1, 9)),
+    "map async": (lambda s, n: s.map(awaited, concurrency=n), st.integers(1, 9)),
     "fail": (lambda stream, _: stream.map(refused), st.none()),
     "filter": (lambda stream, _: stream.filter(is_kept), st.none()),
     "shuffle": (lambda stream, size: stream.shuffle(size), st.integers(1, 20)),
@@ -140,7 +140,7 @@ class Chain:
     steps: tuple[tuple[str, Any], ...]
 
     def stream(self) -> Any:
-        make = next(one for one in MAKES if one.__name__ == self.make)
+        make = next(maker for maker in MAKES if maker.__name__ == self.make)
         stream = made(make, self.options)
         for name, argument in self.steps:
             if name == _LENGTH:
@@ -164,7 +164,7 @@ def chains(draw: st.DrawFn, *, most: int = 3, without: tuple[str, ...] = ()) -> 
         options["interleave"] = draw(st.integers(1, 5))
     names = draw(
         st.lists(
-            st.sampled_from([one for one in STEPS if one not in without]), max_size=most
+            st.sampled_from([key for key in STEPS if key not in without]), max_size=most
         )
     )
     steps = [(name, _hashable(draw(STEPS[name][1]))) for name in names]

@@ -1,4 +1,4 @@
-"""Streams within streams, as values; a program resumes them from states."""
+"""Nested streams, as lists of names; run as a program, it resumes them."""
 
 import asyncio
 import json
@@ -12,7 +12,7 @@ from torch.utils.data import IterableDataset
 from aioloader import DataLoader
 from aioloader.datasets import from_async_iterable, from_iterable
 
-# What is around what: names, the innermost last.
+# Names of the nested streams, the innermost last.
 Nesting = list[str]
 
 
@@ -21,7 +21,7 @@ async def collected(stream: Any) -> list[Any]:
 
 
 class Awaited:
-    """A user's async iterable, and a map-style dataset of three items."""
+    """A user's async iterable around a stream."""
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
@@ -32,7 +32,7 @@ class Awaited:
 
 
 class Plain(IterableDataset[Any]):
-    """A user's iterable, which reads through a loader."""
+    """A user's iterable that reads a stream by a loader."""
 
     def __init__(self, inner: Any) -> None:
         self.loader = DataLoader(inner, None)
@@ -42,7 +42,7 @@ class Plain(IterableDataset[Any]):
 
 
 class Items:
-    """A map-style dataset: each item is a sample of a stream that is read for it."""
+    """A map-style dataset; each item reads the whole stream and picks one sample."""
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner

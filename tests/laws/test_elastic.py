@@ -1,6 +1,6 @@
-"""The elastic law: ranks may change after any batch, and nothing else does.
+"""The elastic law: the number of ranks may change after any batch.
 
-Global batch k is the same set of samples on any number of ranks, resumed on others too.
+Global batch k has the same samples on any number of ranks, also after resuming.
 """
 
 import itertools
@@ -31,7 +31,7 @@ READERS = 4
 def loaders(
     chain: Chain, ranks: int, state: Any = None, *, workers: int | None = None
 ) -> list[DataLoader[Any]]:
-    """Return the loaders of all ranks, at a state; each worker is a reader, if any."""
+    """Return the loaders of all ranks, with a loaded state if there is one."""
     options: Any = {"num_workers": workers, "fetch": "workers"} if workers else {}
     made = [
         DataLoader(
@@ -53,30 +53,30 @@ def loaders(
 
 
 def steps(loaders: list[DataLoader[Any]], count: int | None = None) -> list[Any]:
-    parts = [list(itertools.islice(loader, count)) for loader in loaders]
-    found = [
-        sorted(itertools.chain.from_iterable(filter(None, batches)))
-        for batches in itertools.zip_longest(*parts)
+    shares = [list(itertools.islice(loader, count)) for loader in loaders]
+    batches = [
+        sorted(itertools.chain.from_iterable(filter(None, parts)))
+        for parts in itertools.zip_longest(*shares)
     ]
-    while found and not found[-1]:
-        found.pop()
-    return found
+    while batches and not batches[-1]:
+        batches.pop()
+    return batches
 
 
 def saved(loaders: list[DataLoader[Any]], count: int) -> tuple[list[Any], Any]:
     iterators = [iter(loader) for loader in loaders]
-    found = [
-        sorted(itertools.chain.from_iterable(next(one, ()) for one in iterators))
+    batches = [
+        sorted(itertools.chain.from_iterable(next(it, ()) for it in iterators))
         for _ in range(count)
     ]
     states = [json.loads(json.dumps(loader.state_dict())) for loader in loaders]
     for loader in loaders:
         loader.close()
-    return found, merge_states(states)
+    return batches, merge_states(states)
 
 
 def whole_of(chain: Chain) -> list[Any]:
-    """Return all global batches; leave out chains that keep nothing of a reader."""
+    """Return all global batches; reject chains that leave a reader no sample."""
     try:
         return steps(loaders(chain, 1))
     except ValueError as error:
@@ -92,22 +92,22 @@ RANKS = st.sampled_from([1, 2, 3, 4, 6])
 @given(
     chains(without=("fail",)), RANKS, RANKS, RANKS, st.integers(0, 6), st.integers(0, 2)
 )
-def test_any_chain(
+def test_any_chain_resumes_on_any_number_of_ranks(
     chain: Chain, first: int, second: int, third: int, k: int, more: int
 ) -> None:
     whole = whole_of(chain)
     k = min(k, len(whole))
-    found, state = saved(loaders(chain, first), k)
+    batches, state = saved(loaders(chain, first), k)
     more = min(more, len(whole) - k)
     again, state = saved(loaders(chain, second, state), more)
-    found += again
-    found += steps(loaders(chain, third, state))
-    assert found == whole
+    batches += again
+    batches += steps(loaders(chain, third, state))
+    assert batches == whole
 
 
 @pytest.mark.slow
 @given(chains(without=("fail",)), RANKS)
-def test_each_sample_goes_to_one_rank(chain: Chain, ranks: int) -> None:
+def test_each_sample_goes_to_exactly_one_rank(chain: Chain, ranks: int) -> None:
     whole = Counter(itertools.chain.from_iterable(whole_of(chain)))
     assert Counter(itertools.chain.from_iterable(steps(loaders(chain, ranks)))) == whole
 
@@ -120,31 +120,31 @@ def rest(made: list[DataLoader[Any]]) -> Counter[str]:
     return Counter(sample for loader in made for batch in loader for sample in batch)
 
 
-# What these do depends on how many readers there are.
+# The results of these steps depend on the number of readers.
 _OF_READERS = ("skip", "take", "batch", "mix", "pack", "best fit")
 
 
 @pytest.mark.slow
 @given(chains(without=_OF_READERS), LAYOUTS, LAYOUTS, st.integers(0, 3))
 @settings(max_examples=settings().max_examples // 10, phases=[Phase.generate])
-def test_any_number_of_workers(
+def test_any_chain_resumes_on_any_ranks_and_workers(
     chain: Chain, first: tuple[int, int], second: tuple[int, int], rounds: int
 ) -> None:
-    """Saved where all workers have delivered as much, resumed in another layout."""
+    """Saved when all workers have delivered equally many batches."""
     assume(chain.make not in _UNCUT or (3, 3) not in {first, second})
     whole = rest(loaders(chain, first[0], workers=first[1]))
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     begun = loaders(chain, first[0], workers=first[1])
     with ExitStack() as stack:
         made = [stack.enter_context(loader) for loader in begun]
         iterators = [iter(loader) for loader in made]
         for _ in range(rounds * max(1, first[1])):
-            batches = [next(one, None) for one in iterators]
+            batches = [next(iterator, None) for iterator in iterators]
             if not any(batches):
-                assert found == whole or chain.has_length
+                assert counts == whole or chain.has_length
                 return  # the states are those of the next epoch
             for batch in filter(None, batches):
-                found.update(batch)
+                counts.update(batch)
         states = [json.loads(json.dumps(loader.state_dict())) for loader in made]
     again = loaders(chain, second[0], workers=second[1])
     try:
@@ -155,6 +155,6 @@ def test_any_number_of_workers(
         assert first[1] > 1
         assert '"ended": true' in json.dumps(states)
         return
-    found += rest(again)
-    # Which samples an epoch of a given length repeats, readers decide.
-    assert found.total() == whole.total() if chain.has_length else found == whole
+    counts += rest(again)
+    # The samples that an epoch of a given length repeats depend on the readers.
+    assert counts.total() == whole.total() if chain.has_length else counts == whole

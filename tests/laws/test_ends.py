@@ -1,6 +1,6 @@
-"""The law of ends: of a shard that was cut or changed, nothing is missing silently.
+"""The law of ends: a shard that was cut or changed never loses samples silently.
 
-Whole samples come, in order; then there is an error, or they are all.
+Whole samples come in order; then there is an error, or none is missing.
 """
 
 import bz2
@@ -38,9 +38,9 @@ from datasets.shards import bytes_of, name_of, put, sqlite
 from datasets.tar_archives import Member, archive
 
 pytestmark = pytest.mark.law
-# More than is read at once; there is nothing in them to compress.
+# More bytes than one read takes; random, so they do not compress.
 _BYTES = random.Random(0).randbytes
-ROWS = [f"{at}-{_BYTES(1500).hex()}" for at in range(80)]
+ROWS = [f"{k}-{_BYTES(1500).hex()}" for k in range(80)]
 TABLE = pa.table({"name": ROWS})
 LINES = "".join(f"{row}\n" for row in ROWS).encode()
 BATCHES = -(-len(ROWS) // 3)
@@ -68,7 +68,7 @@ def mds(path: str, packed: Any = None, **options: Any) -> MDSDataset:
 
 
 def plain() -> dict[str, tuple[Callable[..., Any], bytes]]:
-    """Return formats whose shards do not show where they end, but by their length."""
+    """Return formats whose shards have no end marker."""
     json_lines = "".join(json.dumps({"name": row}) + "\n" for row in ROWS).encode()
     return {
         "txt": (TextDataset, LINES),
@@ -78,18 +78,18 @@ def plain() -> dict[str, tuple[Callable[..., Any], bytes]]:
 
 
 def marked() -> dict[str, tuple[Callable[..., Any], bytes]]:
-    """Return formats whose shards show where they end."""
-    members = [Member(f"{at}.txt", row.encode()) for at, row in enumerate(ROWS)]
+    """Return formats whose shards have an end marker or an index."""
+    members = [Member(f"{k}.txt", row.encode()) for k, row in enumerate(ROWS)]
     bare: dict[str, Any] = {"tar": (TarDataset, archive(members)), **plain()}
     packs: Any = {"gz": gzip.compress, "zst": zstandard.compress}
-    found = {
+    formats = {
         f"{name}.{ending}": (make, pack(body))
         for name, (make, body) in bare.items()
         for ending, pack in packs.items()
     }
-    found["csv.bz2"] = CSVDataset, bz2.compress(plain()["csv"][1])
+    formats["csv.bz2"] = CSVDataset, bz2.compress(plain()["csv"][1])
     shard = shard_of_mds()
-    return found | {
+    return formats | {
         "tar": bare["tar"],
         "parquet": (ParquetDataset, bytes_of(TABLE, "parquet", 9)),
         "arrow": (ArrowDataset, bytes_of(TABLE, "arrow", 9)),
@@ -109,10 +109,10 @@ MODES: list[dict[str, Any]] = [
 
 
 CHANGES: dict[str, Callable[[bytes, float], bytes]] = {
-    "cut": lambda body, where: body[: int(where * len(body))],
-    "longer": lambda body, where: body + body[: 1 + int(where * len(body))],
+    "cut": lambda body, share: body[: int(share * len(body))],
+    "longer": lambda body, share: body + body[: 1 + int(share * len(body))],
     "another": lambda body, _: body,
-    "a hole": lambda body, where: body[: int(where * len(body))].ljust(
+    "a hole": lambda body, share: body[: int(share * len(body))].ljust(
         len(body), b"\0"
     ),
 }
@@ -137,37 +137,37 @@ def collated(samples: list[Any]) -> list[str]:
     return [name_of(sample) for sample in samples]
 
 
-def read_on(batches: Any, found: list[str]) -> DatasetError | None:
-    """Add what comes to ``found``; return the error that ended it."""
+def read_on(batches: Any, rows: list[str]) -> DatasetError | None:
+    """Append all samples; return the error that ended the stream, if any."""
     try:
         for batch in batches:
-            found += batch
+            rows += batch
     except DatasetError as error:
         return error
     return None
 
 
-def check(found: list[str], error: DatasetError | None) -> None:
-    assert found == ROWS[: len(found)]
-    assert error is not None or found == ROWS
+def check(names: list[str], error: DatasetError | None) -> None:
+    assert names == ROWS[: len(names)]
+    assert error is not None or names == ROWS
 
 
 CUTS = st.sampled_from([*MARKED]), st.floats(0, 1, exclude_max=True)
 
 
-def check_cut(form: str, where: float, mode: dict[str, Any]) -> None:
-    """Check a format that shows the end; a tar's padding may be missing."""
+def check_cut(form: str, share: float, mode: dict[str, Any]) -> None:
+    """Check a format with an end marker; a tar's padding may be missing."""
     with shard_of(form) as (path, body, loader):
-        put(path, body[: int(where * len(body))])
-        found: list[str] = []
-        error = read_on(loader(**mode), found)
-        check(found, error)
+        put(path, body[: int(share * len(body))])
+        names: list[str] = []
+        error = read_on(loader(**mode), names)
+        check(names, error)
         assert isinstance(error, TruncatedReadError | None)
 
 
 @given(*CUTS, st.sampled_from(MODES))
-def test_any_cut(form: str, where: float, mode: dict[str, Any]) -> None:
-    check_cut(form, where, mode)
+def test_a_cut_shard_is_noticed(form: str, share: float, mode: dict[str, Any]) -> None:
+    check_cut(form, share, mode)
 
 
 @given(*CUTS, st.sampled_from(["loader", "workers"]))
@@ -175,8 +175,8 @@ def test_any_cut(form: str, where: float, mode: dict[str, Any]) -> None:
     max_examples=settings().max_examples // 30,
     phases=[Phase.generate],  # making it smaller would take minutes
 )
-def test_any_cut_in_workers(form: str, where: float, fetch: str) -> None:
-    check_cut(form, where, {"num_workers": 1, "fetch": fetch})
+def test_a_cut_shard_is_noticed_in_workers(form: str, share: float, fetch: str) -> None:
+    check_cut(form, share, {"num_workers": 1, "fetch": fetch})
 
 
 CHANGED = given(
@@ -189,22 +189,22 @@ CHANGED = given(
 
 
 @CHANGED
-def test_any_change_while_it_is_read(
-    form: str, k: int, change: str, where: float, mode: dict[str, Any]
+def test_a_shard_changed_while_read_is_noticed(
+    form: str, k: int, change: str, share: float, mode: dict[str, Any]
 ) -> None:
     with shard_of(form) as (path, body, loader):
         batches = iter(loader(**mode))
-        found = [name for _ in range(k) for name in next(batches)]
-        put(path, CHANGES[change](body, where))
-        check(found, read_on(batches, found))
+        names = [name for _ in range(k) for name in next(batches)]
+        put(path, CHANGES[change](body, share))
+        check(names, read_on(batches, names))
 
 
 @given(st.floats(0, 1, exclude_max=True))
 @settings(max_examples=settings().max_examples // 4)
-def test_any_cut_of_a_database(where: float) -> None:
+def test_a_cut_database_raises(share: float) -> None:
     with tempfile.TemporaryDirectory() as folder:
         stream = sqlite(Path(folder))
         path = Path(folder) / "a.db"
-        os.truncate(path, int(where * path.stat().st_size))
+        os.truncate(path, int(share * path.stat().st_size))
         with pytest.raises(DatasetError):
             list(DataLoader(stream, 3, collate_fn=collated))

@@ -1,4 +1,4 @@
-"""A stream that user code reads within another one resumes with it."""
+"""A stream that user code reads inside another one resumes with it."""
 
 import asyncio
 import json
@@ -17,7 +17,7 @@ from python_process import python
 
 pytestmark = [
     pytest.mark.slow,
-    # The outer one is read again; one within is not aioloader's to know about.
+    # The loader rereads the outer stream, and cannot know about user code in it.
     pytest.mark.filterwarnings("ignore:.*has no state_dict:UserWarning"),
 ]
 
@@ -29,7 +29,7 @@ NESTINGS = st.builds(
 
 
 def epochs(within: Nesting, workers: int, stop: int) -> tuple[Any, Any]:
-    """Return the rest of the second epoch and the third one, and what resumes them."""
+    """Return the rest of epoch 2 and epoch 3, and the case that resumes there."""
     with loader_of(within, workers) as loader:
         first = listed(loader, 99)
         iterator = iter(loader)
@@ -53,17 +53,17 @@ def epochs(within: Nesting, workers: int, stop: int) -> tuple[Any, Any]:
         max_size=8,
     )
 )
-def test_a_new_process_reads_the_rest_and_the_next_epoch(cases: Any) -> None:
-    """Whatever is within what, and wherever it stops."""
-    found = [epochs(*case) for case in cases]
-    sent = json.dumps([resumed for _, resumed in found])
+def test_a_new_process_resumes_nested_streams(cases: Any) -> None:
+    """The new process reads the rest of the epoch and the next epoch."""
+    pairs = [epochs(*case) for case in cases]
+    sent = json.dumps([resumed for _, resumed in pairs])
     printed = python(Path(nesting.__file__), input=sent, check=True).stdout
-    assert json.loads(printed) == [expected for expected, _ in found]
+    assert json.loads(printed) == [expected for expected, _ in pairs]
 
 
 @pytest.mark.parametrize("name", INNER)
-def test_workers_share_the_outer_stream_alone(name: str) -> None:
-    """Each worker reads what is within it whole, so no sample is lost."""
+def test_workers_shard_only_the_outer_stream(name: str) -> None:
+    """Each worker reads inner streams completely, so no sample is lost."""
     stream = INNER[name](from_iterable(range(40)).shuffle(7))
     whole = asyncio.run(collected(stream))
     options: Any = {"num_workers": 2, "fetch": "workers"}

@@ -1,7 +1,4 @@
-"""The law of resuming, for any chain of steps over any format, in any mode.
-
-``make fuzz`` tries ten times as many.
-"""
+"""The law of resuming, for any chain of steps over any format, in any mode."""
 
 from typing import Any
 
@@ -37,7 +34,7 @@ def loading(draw: st.DrawFn) -> tuple[dict[str, Any], int]:
 
 
 @given(chains(), loading())
-def test_in_this_process(chain: Chain, drawn: tuple[dict[str, Any], int]) -> None:
+def test_any_chain_resumes(chain: Chain, drawn: tuple[dict[str, Any], int]) -> None:
     options, k = drawn
     assert_resumes_exactly(lambda: DataLoader(chain.stream(), **options), stops=[k])
 
@@ -45,7 +42,7 @@ def test_in_this_process(chain: Chain, drawn: tuple[dict[str, Any], int]) -> Non
 @pytest.mark.slow
 @pytest.mark.one_loop
 @given(chains(), loading(), st.sampled_from(["thread", "caller"]))
-async def test_for_tasks(
+async def test_any_chain_resumes_by_async_for(
     chain: Chain, drawn: tuple[dict[str, Any], int], loop: Any
 ) -> None:
     options, k = drawn
@@ -60,15 +57,15 @@ async def test_for_tasks(
     max_examples=settings().max_examples // 30,
     phases=[Phase.generate],  # making it smaller would take minutes
 )
-def test_in_workers(
+def test_any_chain_resumes_in_workers(
     chain: Chain, drawn: tuple[dict[str, Any], int], num_workers: int, fetch: Any
 ) -> None:
-    """The same with processes; if the loader reads, resumed on any number of them."""
+    """If the loader reads, the number of workers may change."""
     options, k = drawn
-    more = {"num_workers": num_workers, "fetch": fetch}
-    other = more if fetch == "workers" else {"num_workers": 2 - num_workers}
+    workers = {"num_workers": num_workers, "fetch": fetch}
+    resumed = workers if fetch == "workers" else {"num_workers": 2 - num_workers}
     assert_resumes_exactly(
-        lambda: DataLoader(chain.stream(), **options, **more),
+        lambda: DataLoader(chain.stream(), **options, **workers),
         stops=[k],
-        resume_in=lambda: DataLoader(chain.stream(), **options, **other),
+        resume_in=lambda: DataLoader(chain.stream(), **options, **resumed),
     )

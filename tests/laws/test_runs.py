@@ -1,4 +1,4 @@
-"""Runs of batches: each batch of one can be resumed after, and the window is kept."""
+"""Loaders resume after any batch of a run, and bound how far they prefetch."""
 
 import asyncio
 import json
@@ -30,8 +30,8 @@ def loader_of(make: Make, **options: Any) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("make", MAKES, ids=lambda make: make.__name__)
-def test_a_state_after_each_batch(make: Make) -> None:
-    """It is that of the batch, wherever the blocks and runs begin."""
+def test_a_stream_resumes_after_any_batch(make: Make) -> None:
+    """Blocks and runs of batches may begin anywhere."""
     assert_resumes(lambda: loader_of(make))
 
 
@@ -54,15 +54,15 @@ class ManyCounted(Counted):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [range, ManyCounted, Cursors])
-def test_a_state_after_each_batch_of_workers(make: Any) -> None:
-    """Though hundreds are read ahead, by datasets and readers with and without one."""
+def test_workers_resume_after_any_batch(make: Any) -> None:
+    """Hundreds of batches are prefetched; the dataset may have a state."""
     options: Any = {"num_workers": 2, "collate_fn": list}
     size = () if make is ManyCounted else (1_000,)
     assert_resumes(lambda: DataLoader(make(*size), 3, **options), step=7)
 
 
 def counted(stream: Any, **options: Any) -> int:
-    """Return how many batches were in flight at most."""
+    """Return the highest number of batches in flight."""
     most = 0
     with DataLoader(stream, 2, **options) as loader:
         for _ in loader:
@@ -70,8 +70,8 @@ def counted(stream: Any, **options: Any) -> int:
     return most
 
 
-def test_a_window_is_exact_if_it_is_given() -> None:
-    """Otherwise what is read quickly is read further ahead, up to a run of 256."""
+def test_a_given_prefetch_factor_is_kept() -> None:
+    """Without one, quick batches are prefetched further, up to a run of 256."""
     stream = from_iterable(range(2_000))
     assert counted(stream, prefetch_factor=2) <= 2
     assert 8 < counted(stream) <= 256 + 64
@@ -90,21 +90,21 @@ def large(index: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("transform", [slow, large])
-def test_workers_make_no_heavy_batches_further_ahead(transform: Any) -> None:
-    """Only small ones that come quickly."""
+def test_workers_prefetch_no_more_heavy_batches(transform: Any) -> None:
+    """Only small and quick batches are prefetched further."""
     assert counted(range(80), num_workers=2, transform=transform) <= 4
 
 
-# They grow and shrink: in a pipe, in a frame, in shared memory.
+# Sent in a pipe, in a frame, or in shared memory.
 SIZES = (9_000, 1, 500, 60_000, 9_000, 150_000, 3_000, 16_000, 150_000, 1)
 
 
 class Gated:
-    """Sizes vary; the sample at the gate waits until it is opened."""
+    """Samples of various sizes; sample ``index`` waits until the gate is open."""
 
-    def __init__(self, at: int) -> None:
+    def __init__(self, index: int) -> None:
         context = multiprocessing.get_context("fork")
-        self.at, self.gate, self.reached = at, context.Event(), context.Event()
+        self.at, self.gate, self.reached = index, context.Event(), context.Event()
 
     def __len__(self) -> int:
         return 300
@@ -123,29 +123,29 @@ def first(batch: Any) -> int:
 
 
 @pytest.mark.usefixtures("fork_is_default")
-def test_a_batch_that_waits_holds_no_other_back() -> None:
-    """Quick ones before and after it come, from either worker."""
+def test_a_waiting_batch_delays_no_other() -> None:
+    """Quick batches before and after it come from both workers."""
     dataset: Any = Gated(200)
     iterator = iter(DataLoader(dataset, num_workers=2, in_order=False))
-    found = [first(next(iterator)) for _ in range(299)]
+    numbers = [first(next(iterator)) for _ in range(299)]
     dataset.gate.set()
     assert [first(batch) for batch in iterator] == [200]
-    assert sorted(found) == [*range(200), *range(201, 300)]
+    assert sorted(numbers) == [*range(200), *range(201, 300)]
 
 
 @pytest.mark.usefixtures("fork_is_default")
-def test_small_and_large_results_are_all_there() -> None:
-    """Also those for which a pipe has no room while the consumer takes none."""
+def test_small_and_large_results_arrive_in_order() -> None:
+    """A pipe may be full while the consumer takes nothing."""
     dataset: Any = Gated(128)
     dataset.gate.set()
     iterator = iter(DataLoader(dataset, num_workers=2, prefetch_factor=64))
-    found = [first(next(iterator))]
+    numbers = [first(next(iterator))]
     assert dataset.reached.wait(20)
-    assert [*found, *map(first, iterator)] == [*range(300)]
+    assert [*numbers, *map(first, iterator)] == [*range(300)]
 
 
-async def test_tasks_get_batches_in_the_order_in_which_they_ask() -> None:
-    """Those that wait come before one that finds its batch there."""
+async def test_tasks_get_batches_in_order_of_request() -> None:
+    """Waiting tasks come before a task whose batch is already there."""
     async with DataLoader(range(900), 2, transform=abs) as loader:
         batches, taken = aiter(loader), list[tuple[int, int]]()
 

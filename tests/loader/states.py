@@ -1,4 +1,4 @@
-"""What the tests of states share: saving, leaving an epoch, and resuming it."""
+"""Helpers of the tests of states: save, leave an epoch, resume it."""
 
 import json
 from typing import Any
@@ -10,7 +10,7 @@ REPEATED = pytest.mark.filterwarnings("ignore:.* has no state_dict:UserWarning")
 
 
 def seeded(seed: int = 7) -> torch.Generator:
-    """Return a generator of the user's."""
+    """Return a generator with a seed."""
     return torch.Generator().manual_seed(seed)
 
 
@@ -20,12 +20,12 @@ def listed(batches: Any) -> list[Any]:
 
 
 def saved(loader: Any) -> Any:
-    """Return the state as a file restores it."""
+    """Return the state, through JSON."""
     return json.loads(json.dumps(loader.state_dict()))
 
 
 def begun(loader: Any, taken: int = 1) -> tuple[Any, Any]:
-    """Return an iterator behind some batches, and the state there."""
+    """Return an iterator after ``taken`` batches, and the state there."""
     iterator = iter(loader)
     for _ in range(taken):
         next(iterator)
@@ -33,18 +33,18 @@ def begun(loader: Any, taken: int = 1) -> tuple[Any, Any]:
 
 
 def left_at(loader: Any, taken: int) -> Any:
-    """Return the state after some batches of an epoch, as a file restores it."""
+    """Return the state after ``taken`` batches of an epoch, through JSON."""
     iterator, state = begun(loader, taken)
     iterator.close()
     return json.loads(json.dumps(state))
 
 
 def loaded(loader: Any, state: Any) -> Any:
-    """Return a loader at a state."""
+    """Return the loader, with a state loaded."""
     loader.load_state_dict(state)
     return loader
 
 
 def rest_of(loader: Any, state: Any) -> list[Any]:
-    """Return what is left of an epoch."""
+    """Return the remaining batches of an epoch."""
     return listed(loaded(loader, state))

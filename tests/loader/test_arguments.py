@@ -1,4 +1,4 @@
-"""Wrong arguments raise in the constructor; small things and tensors are as torch's."""
+"""Wrong arguments raise in the constructor; corner cases are as in torch."""
 
 import copy
 import multiprocessing
@@ -25,7 +25,7 @@ AUTO: Any = {"num_workers": "auto"}
 
 
 async def _decide(failure: Any) -> Any:
-    """Decide too late."""
+    """Handle failures by a coroutine, which is not allowed."""
 
 
 WRONG: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
@@ -111,16 +111,16 @@ WRONG: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
     WRONG,
     ids=[f"{number} {' '.join(case[1])}" for number, case in enumerate(WRONG)],
 )
-def test_wrong_arguments(
+def test_wrong_arguments_raise_at_once(
     dataset: Any, options: dict[str, Any], error: type[Exception], words: str
 ) -> None:
-    """Kind and words, before anything runs."""
+    """The constructor raises, before anything runs."""
     with pytest.raises(error, match=words):
         DataLoader(dataset, **options)
 
 
-def test_a_context_may_be_set_later() -> None:
-    """By name or as an object; checked as in the constructor, in torch's words."""
+def test_a_multiprocessing_context_may_be_set_later() -> None:
+    """By name or as an object; a wrong one raises torch's error."""
     ours: Any = DataLoader(DATA, 3, num_workers=1)
     theirs: Any = torch.utils.data.DataLoader(DATA, 3, num_workers=1)  # type: ignore[arg-type]
     for value in ("spawn", multiprocessing.get_context("fork"), None, "forkserver"):
@@ -140,8 +140,8 @@ def test_a_context_may_be_set_later() -> None:
         DataLoader(DATA, **ONE, workers="thread").multiprocessing_context = "fork"
 
 
-def test_length() -> None:
-    """Batches of an epoch, by the sampler or by the stream's own length."""
+def test_len_is_the_number_of_batches() -> None:
+    """Loaders of streams without a length have no length."""
     assert len(DataLoader(DATA, 4)) == 2
     assert len(DataLoader(DATA, 4, drop_last=True)) == 1
     assert len(DataLoader(DATA, batch_sampler=[[1], [2], [3]])) == 3
@@ -155,7 +155,7 @@ def test_length() -> None:
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
 def test_pinning_without_an_accelerator_warns() -> None:
-    """As torch: when iterated, and then goes on unpinned."""
+    """As in torch: when iterated; the batches are not pinned."""
     loader = DataLoader(SyncMap(2), pin_memory=True, pin_memory_device="cuda")
     with pytest.warns(UserWarning, match="pin_memory") as caught:
         assert len(list(loader)) == 2
@@ -165,8 +165,8 @@ def test_pinning_without_an_accelerator_warns() -> None:
     }
 
 
-def test_options_of_workers_that_exclude_each_other() -> None:
-    """Executors, threads and contexts; an object is taken as a name is."""
+def test_options_that_exclude_each_other_raise() -> None:
+    """Executors, threads and start methods; a context may be an object or a name."""
     with ThreadPoolExecutor(1) as executor:
         for workers in ("thread", executor):
             with pytest.raises(ValueError, match="only be used with workers='process'"):
@@ -181,7 +181,7 @@ def test_options_of_workers_that_exclude_each_other() -> None:
 
 
 def test_repr_shows_the_state() -> None:
-    """Dataset, sizes, epoch."""
+    """The dataset, the sizes and the epoch."""
     loader = DataLoader(SyncMap(), batch_size=4)
     list(loader)
     assert repr(loader) == (
@@ -189,8 +189,8 @@ def test_repr_shows_the_state() -> None:
     )
 
 
-def test_a_loader_is_copied_and_pickled_without_what_is_live() -> None:
-    """As torch's: the copy iterates on its own."""
+def test_copies_and_pickles_iterate_on_their_own() -> None:
+    """As in torch; the original may be in the middle of an epoch."""
     loader = DataLoader(SyncMap(8), batch_size=4)
     iterator = iter(loader)
     next(iterator)
@@ -201,7 +201,7 @@ def test_a_loader_is_copied_and_pickled_without_what_is_live() -> None:
     assert len(list(iterator)) == 1
 
 
-def test_iterators_that_are_dropped_unused_are_no_epochs() -> None:
+def test_unused_iterators_do_not_count_as_epochs() -> None:
     """Frameworks call ``iter`` more often than they iterate."""
     loader = DataLoader(list(range(20)), 20, sampler=ShuffledIndices(20, seed=3))
     iter(loader)
@@ -210,13 +210,13 @@ def test_iterators_that_are_dropped_unused_are_no_epochs() -> None:
     assert loader.stats().epoch == 0
 
 
-def test_endless_timeouts() -> None:
-    """Numbers beyond what the system can wait for mean no limit."""
+def test_huge_timeouts_mean_no_limit() -> None:
+    """Timeouts beyond the longest wait of the system."""
     for timeout in (1e30, float("inf")):
         assert len(list(DataLoader(SyncMap(4), timeout=timeout))) == 4
 
 
-# -- small things that are as in torch -------------------------------------------------
+# -- corner cases of torch -------------------------------------------------------------
 
 Loader: Any = DataLoader  # options are tables here
 Torch: Any = torch.utils.data.DataLoader
@@ -226,7 +226,7 @@ def outcome(cls: Any, options: dict[str, Any]) -> Any:
     """Return what a loader delivers, or the type of its error."""
     try:
         return [batch.tolist() for batch in cls(Numbers(5), **options)]
-    except Exception as error:  # noqa: BLE001  (whatever torch raises)
+    except Exception as error:  # noqa: BLE001  (torch's may be any)
         return type(error)
 
 
@@ -248,13 +248,13 @@ def outcome(cls: Any, options: dict[str, Any]) -> Any:
     ],
     ids=str,
 )
-def test_numbers_of_numpy(options: dict[str, Any]) -> None:
-    """They are taken, or refused, where torch does so."""
+def test_numpy_numbers_are_accepted_as_in_torch(options: dict[str, Any]) -> None:
+    """Numbers that torch refuses are refused."""
     assert outcome(Loader, options) == outcome(Torch, options)
 
 
 class Reporting(IterableDataset[int]):
-    """Says that it has two samples, and has six."""
+    """Reports two samples, and has six."""
 
     def __len__(self) -> int:
         return 2
@@ -268,9 +268,9 @@ class Reporting(IterableDataset[int]):
 
 @pytest.mark.usefixtures("fork_is_default")
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_the_warning_of_a_length(num_workers: int) -> None:
-    """In torch's words, for each batch too many; not before ``len`` was called."""
-    found = []
+def test_more_batches_than_reported_warn_as_in_torch(num_workers: int) -> None:
+    """One warning for each batch too many, once ``len`` was called."""
+    messages = []
     for cls in (Loader, Torch):
         loader = cls(Reporting(), num_workers=num_workers)
         with warnings.catch_warnings(record=True) as caught:
@@ -280,23 +280,23 @@ def test_the_warning_of_a_length(num_workers: int) -> None:
             assert not caught
             len(loader)
             list(loader)
-        found.append([str(one.message) for one in caught])
-    assert found[0] == found[1]
-    assert len(found[0]) == 4
+        messages.append([str(warning.message) for warning in caught])
+    assert messages[0] == messages[1]
+    assert len(messages[0]) == 4
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("shuffle", [True, False, None])
-def test_data_pipes(shuffle: Any, num_workers: int) -> None:
-    """They are shuffled, seeded and sharded as torch does."""
-    found = []
+def test_data_pipes_are_shuffled_as_in_torch(shuffle: Any, num_workers: int) -> None:
+    """Data pipes are seeded and sharded as in torch, too."""
+    epochs = []
     for cls in (Loader, Torch):
         torch.manual_seed(3)
         pipe = IterableWrapper(range(12)).shuffle().sharding_filter()
         loader = cls(pipe, 3, shuffle=shuffle, num_workers=num_workers)
-        found.append([[batch.tolist() for batch in loader] for _ in range(2)])
-    assert found[0] == found[1]
+        epochs.append([[batch.tolist() for batch in loader] for _ in range(2)])
+    assert epochs[0] == epochs[1]
 
 
 DAY = np.datetime64("2020-01-01")
@@ -305,8 +305,8 @@ DAY = np.datetime64("2020-01-01")
 @pytest.mark.parametrize(
     "sample", [DAY, np.array([DAY, DAY]), DAY - DAY, {"day": np.array(DAY)}], ids=str
 )
-def test_dates(sample: Any) -> None:
-    """Torch has no dtype for them: its type of error, and what to do."""
+def test_dates_cannot_be_collated(sample: Any) -> None:
+    """Torch has no dtype for dates; our error says how to convert them."""
     with pytest.raises(TypeError):
         next(iter(Torch([sample] * 2, 2)))
     with pytest.raises(TypeError, match=r"can't convert .*astype\('int64'\)"):
@@ -315,14 +315,14 @@ def test_dates(sample: Any) -> None:
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize("name", ["transform", "collate_fn"])
-def test_lambdas_that_return_coroutines(name: str, num_workers: int) -> None:
-    """They look plain; nothing would await what they return."""
+def test_lambdas_that_return_coroutines_raise(name: str, num_workers: int) -> None:
+    """The lambda looks plain, so nothing would await its coroutine."""
 
     async def later(value: Any) -> Any:
         return value
 
     options = {
-        name: lambda value: later(value),  # noqa: PLW0108  (its colour cannot be seen)
+        name: lambda value: later(value),  # noqa: PLW0108  (it looks plain)
         "num_workers": num_workers,
     }
     with pytest.raises(TypeError, match=f"the {name} is a plain function but returned"):
@@ -330,15 +330,15 @@ def test_lambdas_that_return_coroutines(name: str, num_workers: int) -> None:
 
 
 class Seeds(Numbers):
-    """Tells the seed that its worker began with."""
+    """Samples are the seed that the worker started with."""
 
     def __getitem__(self, index: int) -> int:
         return torch.initial_seed()
 
 
 @pytest.mark.filterwarnings("ignore:rng=:UserWarning")
-def test_the_base_seed_of_persistent_workers() -> None:
-    """Given a state they begin anew, from its seed, and keep that, as torchdata's."""
+def test_persistent_workers_resume_with_the_saved_seed() -> None:
+    """The seed stays for later epochs, as in torchdata."""
     options: dict[str, Any] = {"num_workers": 1, "persistent_workers": True}
 
     def make() -> Any:
@@ -356,7 +356,7 @@ def test_the_base_seed_of_persistent_workers() -> None:
 
 
 class Uncounted:
-    """A batch sampler whose number of batches is not known, as graph samplers say."""
+    """A batch sampler without a length, as those of graphs."""
 
     def __iter__(self) -> Iterator[list[int]]:
         yield from ([0], [1, 2])
@@ -365,8 +365,8 @@ class Uncounted:
         raise ValueError("the number of batches is ambiguous")
 
 
-def test_a_length_that_raises_is_not_asked_for() -> None:
-    """torch's loader iterates without it."""
+def test_iterating_needs_no_length() -> None:
+    """Samplers of graphs raise in ``len``; torch iterates them, too."""
     for num_workers in (0, 2):
         loader = DataLoader(
             range(3), batch_sampler=Uncounted(), num_workers=num_workers
@@ -376,7 +376,7 @@ def test_a_length_that_raises_is_not_asked_for() -> None:
         len(loader)
 
 
-# -- tensors in memory are gathered ----------------------------------------------------
+# -- rows of tensors in memory ---------------------------------------------------------
 
 KINDS: list[Any] = [
     {"prefetch_factor": 2},
@@ -386,12 +386,12 @@ KINDS: list[Any] = [
 
 
 def counting(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor of other values everywhere."""
+    """Return a tensor of distinct values."""
     return torch.arange(torch.Size(shape).numel()).view(shape).to(dtype)
 
 
 def dataset(rows: int = 10) -> TensorDataset:
-    """Return large rows, small ones, and some without a size."""
+    """Return large rows, small rows and empty rows."""
     large = counting((rows, 300, 300), torch.float32)
     return TensorDataset(large, counting((rows,), torch.int16), torch.zeros(rows, 0))
 
@@ -399,8 +399,8 @@ def dataset(rows: int = 10) -> TensorDataset:
 @pytest.mark.slow
 @pytest.mark.parametrize("options", KINDS, ids=["ahead", "processes", "threads"])
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_as_torch(options: dict[str, Any], shuffle: bool) -> None:
-    """Batches, types and order."""
+def test_gathered_batches_are_torchs(options: dict[str, Any], shuffle: bool) -> None:
+    """The same values, types and order."""
     data = dataset()
     torch.manual_seed(5)
     theirs = list(torch.utils.data.DataLoader(data, 4, shuffle=shuffle))
@@ -409,13 +409,13 @@ def test_as_torch(options: dict[str, Any], shuffle: bool) -> None:
     assert len(ours) == len(theirs) == 3
     for batch, expected in zip(ours, theirs, strict=True):
         assert type(batch) is type(expected) is list
-        for one, other in zip(batch, expected, strict=True):
-            assert (one.dtype, one.shape) == (other.dtype, other.shape)
-            assert torch.equal(one, other)
+        for part, theirs_part in zip(batch, expected, strict=True):
+            assert (part.dtype, part.shape) == (theirs_part.dtype, theirs_part.shape)
+            assert torch.equal(part, theirs_part)
 
 
 DTYPES = sorted(
-    {one for one in vars(torch).values() if isinstance(one, torch.dtype)}, key=str
+    {dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}, key=str
 )
 
 
@@ -423,8 +423,8 @@ DTYPES = sorted(
 @pytest.mark.parametrize("shape", [(3,), (3, 2)], ids=["vector", "matrix"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.filterwarnings("ignore:.*(ComplexHalf|quint|qint|QInt|QUInt)")
-def test_every_dtype(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    """Torch selects rows of some, and copies of others one by one alone."""
+def test_every_dtype_is_as_in_torch(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """For some of them, torch can only copy single rows."""
     size = torch.Size(shape).numel() * dtype.itemsize
     octets = torch.arange(size, dtype=torch.uint8)
     try:
@@ -436,14 +436,13 @@ def test_every_dtype(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     assert [len(batch) for (batch,) in in_turn] == [2, 1]
     for factor in (None, 2):
         ours: Any = list(DataLoader(data, 2, sampler=[2, 0, 1], prefetch_factor=factor))
-        for (one,), (other,) in zip(ours, theirs, strict=True):
-            assert one.dtype is other.dtype is dtype
-            assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+        for (batch,), (expected,) in zip(ours, theirs, strict=True):
+            assert batch.dtype is expected.dtype is dtype
+            assert torch.equal(batch.view(torch.uint8), expected.view(torch.uint8))
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_nested_tensors() -> None:
-    """Their parts are stacked, as by torch."""
+def test_nested_tensors_are_stacked_as_in_torch() -> None:
     nested = torch.nested.nested_tensor([torch.ones(2), torch.zeros(2)])
     ((batch,),) = DataLoader(TensorDataset(nested), 2)
     assert batch.tolist() == [[1, 1], [0, 0]]
@@ -451,8 +450,8 @@ def test_nested_tensors() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", KINDS, ids=["ahead", "processes", "threads"])
-def test_indices_from_the_end(options: dict[str, Any]) -> None:
-    """As a list has them; beyond either end is an IndexError that names its place."""
+def test_negative_indices_count_from_the_end(options: dict[str, Any]) -> None:
+    """Indices beyond either end raise an IndexError that names the batch."""
     data = dataset()
     loader: Any = DataLoader(data, 2, sampler=[-1, 0, -10, 9], **options)
     assert [batch[1].tolist() for batch in loader] == [[9, 0], [0, 9]]
@@ -463,8 +462,8 @@ def test_indices_from_the_end(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("options", KINDS, ids=["ahead", "processes", "threads"])
-def test_a_policy_is_asked_about_samples(options: dict[str, Any]) -> None:
-    """Who skips samples has them read one by one."""
+def test_on_error_skips_one_row_of_a_batch(options: dict[str, Any]) -> None:
+    """The batch is read again sample by sample."""
     loader: Any = DataLoader(
         dataset(), 2, sampler=[0, 10, 2, 3], on_error="skip", **options
     )
@@ -472,7 +471,7 @@ def test_a_policy_is_asked_about_samples(options: dict[str, Any]) -> None:
     assert loader.stats().failures == 1
 
 
-def test_a_dataset_whose_method_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TensorDataset, "__getitem__", lambda data, at: -at)
+def test_a_replaced_getitem_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TensorDataset, "__getitem__", lambda data, index: -index)
     batches = [batch.tolist() for batch in DataLoader(dataset(), 5)]
     assert batches == [[0, -1, -2, -3, -4], [-5, -6, -7, -8, -9]]

@@ -1,4 +1,4 @@
-"""``aioloader bench``: what it measures, what it says of torch, and mistakes."""
+"""``aioloader bench``: measurements, the comparison with torch, wrong arguments."""
 
 import multiprocessing
 import os
@@ -71,7 +71,7 @@ broken = aioloader.DataLoader(Broken(), 4)
 
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Write the user's module, and be in its directory."""
+    """Write the user's module, and change to its directory."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     Path("users_train.py").write_text(MODULE)
@@ -80,15 +80,15 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 def bench(*arguments: str) -> "subprocess.Popen[str]":
-    """Start the command."""
+    """Start the command in a process."""
     command = [sys.executable, "-m", "aioloader", "bench", *arguments]
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return subprocess.Popen(command, text=True, **pipes)
 
 
 @pytest.mark.slow
-def test_beside_torch(module: str) -> None:
-    """The output ends when the last process that could write to it has ended."""
+def test_bench_prints_a_comparison_with_torch(module: str) -> None:
+    """The output ends: no process keeps the pipe open."""
     process = bench(f"{module}:loader", "--rounds", "2", "--page", "page.html")
     out, err = process.communicate(timeout=60)
     assert (process.returncode, err) == (0, "")
@@ -106,10 +106,10 @@ def test_beside_torch(module: str) -> None:
 
 
 @pytest.mark.parametrize("step", [0, 2])
-def test_steps_and_waits_are_all_of_the_time(
+def test_steps_and_waits_add_up_to_the_time(
     step: int, module: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """More batches per second have a smaller share of waiting, and none a larger."""
+    """The share of waiting is the time that the steps leave."""
     name = f"{module}:Parts.inline"
     assert main(["bench", name, "--rounds", "1", "--step", str(step)]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -130,8 +130,8 @@ def test_an_interruption_leaves_no_process(module: str) -> None:
     assert err.endswith("\ninterrupted\n")
 
 
-def test_what_torch_cannot_run(module: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Nor is a page written over a directory: the results are printed before."""
+def test_async_is_not_compared(module: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """If the page cannot be written, the results are still printed."""
     Path("a").mkdir()
     few = ("--rounds", "1", "--batches", "8", "--page", "a")
     assert main(["bench", f"{module}:awaited", *few]) == 1
@@ -154,7 +154,7 @@ def test_what_torch_cannot_run(module: str, capsys: pytest.CaptureFixture[str]) 
         ("users_train:Numbers", "the result of users_train:Numbers() is a Numbers of"),
     ],
 )
-def test_no_loader(
+def test_a_wrong_loader_name_is_explained(
     name: str, said: str, module: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as exit_:
@@ -170,10 +170,10 @@ def test_no_loader(
         ("broken", "users_train:broken raised OSError: a bad disk"),
     ],
 )
-def test_code_of_the_user_fails(
+def test_an_error_of_user_code_has_its_traceback(
     name: str, said: str, module: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With its traceback."""
+    """The last line names the function."""
     assert main(["bench", f"{module}:{name}"]) == 1
     err = capsys.readouterr().err
     assert err.endswith(f"aioloader bench: error: {said}\n")
@@ -181,7 +181,7 @@ def test_code_of_the_user_fails(
     assert "users_train.py" in err
 
 
-def test_a_module_that_imports_what_is_not_there(
+def test_a_failing_import_in_the_module_is_named(
     module: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("users_train.py").write_text("import nowhere_to_be_found")
@@ -194,36 +194,36 @@ def test_a_module_that_imports_what_is_not_there(
     "wrong",
     [["--step", "-1"], ["--seconds", "inf"], ["--batches", "0"], ["--page", "no/x"]],
 )
-def test_wrong_arguments(wrong: list[str], module: str) -> None:
+def test_wrong_arguments_exit_with_status_2(wrong: list[str], module: str) -> None:
     with pytest.raises(SystemExit) as exit_:
         main(["bench", f"{module}:loader", *wrong])
     assert exit_.value.code == 2
 
 
 def twin(**arguments: Any) -> tuple[Any, list[str]]:
-    """Return torch's batches of 10 numbers, and what is said."""
+    """Return the batches of torch's loader, and the notes."""
     made, notes = twin_of(DataLoader(arguments.pop("dataset", range(10)), **arguments))
     assert type(made) is torch.utils.data.DataLoader
     return [batch.tolist() for batch in made], notes
 
 
-def test_the_same_batches() -> None:
+def test_torchs_twin_delivers_the_same_batches() -> None:
     batches = [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert twin(batch_size=4, drop_last=True) == (batches, [])
     sampler = [[1, 2], [3]]
     assert twin(batch_sampler=sampler, timeout=3, num_workers=1) == (sampler, [])
     assert twin(dataset=torch.arange(9), batch_size=None, sampler=[5])[0] == [5]
-    one = torch.Generator().manual_seed(7)
-    both = DataLoader(range(10), 5, shuffle=True, generator=one)
-    ours = [batch.tolist() for batch in both]
-    one.manual_seed(7)
-    made, _ = twin_of(both)
+    generator = torch.Generator().manual_seed(7)
+    loader = DataLoader(range(10), 5, shuffle=True, generator=generator)
+    ours = [batch.tolist() for batch in loader]
+    generator.manual_seed(7)
+    made, _ = twin_of(loader)
     assert made is not None
     assert [batch.tolist() for batch in made] == ours
 
 
 class Signing(SyncMap):
-    """Leaves a file for each process that reads."""
+    """Creates a file for each process that reads."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(8)
@@ -236,10 +236,10 @@ class Signing(SyncMap):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("persists", "processes"), [(True, 2), (False, 4)])
-def test_workers_between_rounds(
+def test_torchs_workers_persist_if_ours_do(
     persists: bool, processes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Torch's persist if ours do; none is left at the end."""
+    """No worker is left at the end."""
     users: Any = ModuleType("users_made")
     dataset = Signing(tmp_path)
     users.loader = DataLoader(dataset, num_workers=1, persistent_workers=persists)
@@ -250,10 +250,10 @@ def test_workers_between_rounds(
     assert not multiprocessing.active_children()
 
 
-def test_the_twin_is_torchs_in_a_program_that_replaces_torchs_class(
+def test_the_twin_is_torchs_even_if_its_class_is_replaced(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Else the loader would be compared with itself."""
+    """Otherwise the loader would be compared with itself."""
     monkeypatch.setattr(torch.utils.data, "DataLoader", DataLoader)
     assert not isinstance(twin_of(DataLoader(range(10)))[0], DataLoader)
 
@@ -279,18 +279,18 @@ class Pairs:
         (Plain(3), [[0, -1], [-2]]),
     ],
 )
-def test_a_transform_is_applied_by_its_collate_fn(dataset: Any, batches: Any) -> None:
-    found, notes = twin(dataset=dataset, batch_size=2, transform=lambda one: -one)
-    assert found == batches
+def test_the_twin_transforms_in_its_collate_fn(dataset: Any, batches: Any) -> None:
+    results, notes = twin(dataset=dataset, batch_size=2, transform=lambda x: -x)
+    assert results == batches
     said = "transform; its collate_fn applies it to each sample."
     assert notes == [f"Not in torch's DataLoader: {said}"]
 
 
-def test_what_is_left_out() -> None:
+def test_notes_name_the_options_that_torch_lacks() -> None:
     threads: Any = {"num_workers": 1, "workers": "thread", "prefetch_factor": 3}
-    found = twin(batch_size=4, on_error="skip", timeout=9, **threads)[1]
-    found += twin(prefetch_factor=3)[1]
-    assert found == [
+    notes = twin(batch_size=4, on_error="skip", timeout=9, **threads)[1]
+    notes += twin(prefetch_factor=3)[1]
+    assert notes == [
         f"Not in torch's DataLoader: {said}"
         for said in (
             "workers='thread'; its workers are processes.",
@@ -307,7 +307,7 @@ def test_what_is_left_out() -> None:
         (DataLoader([1], collate_fn=pass_on), "collate_fn is async, and torch cannot"),
     ],
 )
-def test_torch_cannot_run_it(loader: DataLoader[Any], reason: str) -> None:
+def test_async_functions_have_no_twin(loader: DataLoader[Any], reason: str) -> None:
     made, notes = twin_of(loader)
     assert made is None
     assert notes[0].startswith(f"Not compared with torch's DataLoader: {reason}")

@@ -1,4 +1,4 @@
-"""What an epoch is to its consumer, and where loaders work: any thread, any loop."""
+"""How epochs are counted, and where loaders work: any thread, any loop."""
 
 import asyncio
 import copy
@@ -20,7 +20,6 @@ from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset
 from aioloader import DataLoader, ShuffledIndices, get_worker_info
 from aioloader._pipeline import pipeline as run
 from aioloader.datasets import from_dataset
-from aioloader.testing._frozen import frozen
 from faulty import first_time, kill_itself
 from samples import AsyncMap, AsyncStream, SyncMap, SyncStream, collect, labels
 
@@ -28,7 +27,7 @@ from samples import AsyncMap, AsyncStream, SyncMap, SyncStream, collect, labels
 @pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_two_iterators_are_two_epochs(num_workers: int) -> None:
-    """Also where both are made before either is used."""
+    """Even if both are made before either is used."""
 
     def orders(*, at_once: bool) -> list[Any]:
         order = ShuffledIndices(20, seed=3)
@@ -36,18 +35,18 @@ def test_two_iterators_are_two_epochs(num_workers: int) -> None:
             SyncMap(), 5, sampler=order, num_workers=num_workers, rng="worker"
         )
         made = [iter(loader), iter(loader)] if at_once else [loader, loader]
-        return [labels(list(one)) for one in made]
+        return [labels(list(batches)) for batches in made]
 
-    found = orders(at_once=True)
-    assert found[0] != found[1]
-    assert found == orders(at_once=False)
+    epochs = orders(at_once=True)
+    assert epochs[0] != epochs[1]
+    assert epochs == orders(at_once=False)
 
 
 @pytest.mark.parametrize(
     "name", ["transform", "collate_fn", "concurrency", "timeout", "workers"]
 )
-def test_what_is_assigned_is_for_the_next_iteration(name: str) -> None:
-    """Arguments are attributes; an iteration takes them when it is made."""
+def test_assigned_arguments_apply_to_the_next_iteration(name: str) -> None:
+    """An iteration reads the attributes when it is made."""
     values: dict[str, Any] = {
         "transform": lambda sample: -sample,
         "collate_fn": sum,
@@ -68,23 +67,23 @@ def test_what_is_assigned_is_for_the_next_iteration(name: str) -> None:
         iter(loader)
 
 
-def test_the_number_of_an_epoch() -> None:
-    """That of the state: of the epoch under way, or else of the next one."""
+def test_epoch_is_the_current_or_the_next_one() -> None:
+    """``loader.epoch`` is the number in the state."""
     loader: Any = DataLoader(SyncMap(), 5)
-    found = [loader.epoch]
+    epochs = [loader.epoch]
     for _ in loader:
-        found.append(loader.epoch)
+        epochs.append(loader.epoch)
         assert loader.state_dict()["epoch"] == loader.epoch
-    found.append(loader.epoch)
+    epochs.append(loader.epoch)
     state = loader.state_dict()
     loader.set_epoch(7)
-    found.append(loader.epoch)
+    epochs.append(loader.epoch)
     loader.load_state_dict(state)
-    assert [*found, loader.epoch] == [0, *[0] * len(loader), 1, 7, 1]
+    assert [*epochs, loader.epoch] == [0, *[0] * len(loader), 1, 7, 1]
 
 
-def test_a_subclass_may_have_an_epoch() -> None:
-    """Its attribute is not the loader's."""
+def test_a_subclass_may_have_its_own_epoch() -> None:
+    """The loader leaves its attribute alone."""
 
     class Counting(DataLoader[Any]):
         def __init__(self) -> None:
@@ -106,111 +105,111 @@ def test_a_subclass_may_have_an_epoch() -> None:
     ],
     ids=["ranks", "shuffled", "no batches", "plain"],
 )
-def test_a_copy_counts_its_epochs(make: Any) -> None:
-    """And not those of the loader it was copied from."""
+def test_a_copy_counts_its_own_epochs(make: Any) -> None:
+    """The copy's epochs do not change the original's."""
     reference = make()
-    expected = [frozen(list(reference)) for _ in range(3)]
+    expected = [str(list(reference)) for _ in range(3)]
     loader = make()
-    assert frozen(list(loader)) == expected[0]
-    other = copy.copy(loader)
-    assert [frozen(list(other)) for _ in range(2)] == expected[1:]
-    assert (loader.epoch, other.epoch) == (1, 3)
-    other.set_epoch(7)
-    assert frozen(list(loader)) == expected[1]
+    assert str(list(loader)) == expected[0]
+    twin = copy.copy(loader)
+    assert [str(list(twin)) for _ in range(2)] == expected[1:]
+    assert (loader.epoch, twin.epoch) == (1, 3)
+    twin.set_epoch(7)
+    assert str(list(loader)) == expected[1]
     with pytest.raises(NotImplementedError, match="cannot be copied or pickled"):
         copy.copy(iter(loader))
 
 
 @pytest.mark.parametrize("wrapped", [True, False])
-def test_set_epoch_reaches_the_samplers_of_samplers(wrapped: bool) -> None:
-    """A DistributedSampler in a BatchSampler is set, and set once."""
+def test_set_epoch_reaches_nested_samplers_once(wrapped: bool) -> None:
+    """A DistributedSampler in a BatchSampler."""
 
-    class Told(DistributedSampler[Any]):
-        told: ClassVar[list[int]] = []
+    class Recording(DistributedSampler[Any]):
+        epochs: ClassVar[list[int]] = []
 
         def set_epoch(self, epoch: int) -> None:
-            self.told.append(epoch)
+            self.epochs.append(epoch)
 
-    sampler = Told(SyncMap(), num_replicas=2, rank=0)
-    sampler.told.clear()
+    sampler = Recording(SyncMap(), num_replicas=2, rank=0)
+    sampler.epochs.clear()
     options: Any = {"sampler": sampler}
     if wrapped:
         options = {"batch_sampler": BatchSampler(sampler, 2, drop_last=False)}
     DataLoader[Any](SyncMap(), **options).set_epoch(4)
-    assert sampler.told == [4]
+    assert sampler.epochs == [4]
 
 
-class Told(SyncMap):
-    """Gives the epoch that it was told; kills a worker in epoch 3, if it may."""
+class OfEpoch(SyncMap):
+    """Samples are the epoch; with a mark, epoch 3 kills a worker once."""
 
-    told = -1
+    current = -1
 
     def __init__(self, mark: Path | None = None) -> None:
         super().__init__(4)
         self.mark = mark
 
     def set_epoch(self, epoch: int) -> None:
-        self.told = epoch
+        self.current = epoch
 
     def __getitem__(self, index: int) -> Any:
-        if self.mark and self.told == 3 and first_time(self.mark):
+        if self.mark and self.current == 3 and first_time(self.mark):
             kill_itself()
-        return self.told
+        return self.current
 
 
-class ToldAsync(Told):
+class OfEpochAsync(OfEpoch):
     """The same with coroutines."""
 
     async def __getitem__(self, index: int) -> Any:  # type: ignore[override]
         await asyncio.sleep(0)
-        return self.told
+        return self.current
 
 
-class ToldStream(Told, IterableDataset[Any]):
-    """The same one after another."""
+class OfEpochStream(OfEpoch, IterableDataset[Any]):
+    """The same as a stream."""
 
     def __iter__(self) -> Iterator[int]:
         for _ in range(2):
-            yield self.told
+            yield self.current
 
 
-class Showing(Told):
-    """Its epoch can be read as ``epoch``, and is set without the loader."""
+class Showing(OfEpoch):
+    """Has its epoch as an attribute; the user sets it without the loader."""
 
     @property
     def epoch(self) -> int:
-        return self.told
+        return self.current
 
 
 @pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
-@pytest.mark.parametrize("kind", [Told, ToldAsync, ToldStream])
-def test_set_epoch_reaches_workers_that_persist(kind: Any, method: str) -> None:
-    """Before the first batch, as it reaches workers that start with each epoch."""
+@pytest.mark.parametrize("kind", [OfEpoch, OfEpochAsync, OfEpochStream])
+def test_set_epoch_reaches_persistent_workers(kind: Any, method: str) -> None:
+    """Before the first batch, as with workers that start with each epoch."""
     options: Any = {"persistent_workers": True, "multiprocessing_context": method}
     loader: Any = DataLoader(kind(), 2, num_workers=2, **options)
-    found = []
+    epochs = []
     with loader:
         for epoch in (None, 3, None, 1):
             if epoch is not None:
                 loader.set_epoch(epoch)
-            found.append([batch.tolist() for batch in loader])
-    assert found == [[[told] * 2] * 2 for told in (-1, 3, 3, 1)]
+            epochs.append([batch.tolist() for batch in loader])
+    assert epochs == [[[epoch] * 2] * 2 for epoch in (-1, 3, 3, 1)]
 
 
-def test_an_epoch_set_on_the_dataset_reaches_workers_that_persist() -> None:
-    """Where it can be read; Hugging Face's datasets are set like this."""
+def test_an_epoch_of_the_dataset_reaches_persistent_workers() -> None:
+    """The dataset has an ``epoch`` attribute, as Hugging Face's have."""
     dataset = Showing()
     loader: Any = DataLoader(dataset, num_workers=1, persistent_workers=True)
-    found = []
+    epochs = []
     with loader:
         for epoch in (0, 5, 6):
             dataset.set_epoch(epoch)
-            found.append({int(batch) for batch in loader})
-    assert found == [{0}, {5}, {6}]
+            epochs.append({int(batch) for batch in loader})
+    assert epochs == [{0}, {5}, {6}]
 
 
-def test_an_epoch_chosen_on_a_stream_reaches_workers_that_persist() -> None:
-    """Each has its own order, the same as without workers."""
+def test_an_epoch_of_a_stream_reaches_persistent_workers() -> None:
+    """Each epoch has the same order as without workers."""
     stream = from_dataset(range(8), shuffle=True, seed=1)
     options: Any = {"num_workers": 1, "fetch": "workers", "persistent_workers": True}
     with DataLoader[Any](stream, 8, **options) as loader:
@@ -220,10 +219,10 @@ def test_an_epoch_chosen_on_a_stream_reaches_workers_that_persist() -> None:
             assert [batch.tolist() for batch in loader] == [order]
 
 
-def test_what_set_epoch_raises_in_a_worker_is_raised() -> None:
-    """Like an error of the dataset: with its type."""
+def test_an_error_of_set_epoch_in_a_worker_is_raised() -> None:
+    """The error keeps its type."""
 
-    class Refusing(Told):
+    class Refusing(OfEpoch):
         def set_epoch(self, epoch: int) -> None:
             if get_worker_info():
                 raise ArithmeticError(epoch)
@@ -236,16 +235,16 @@ def test_what_set_epoch_raises_in_a_worker_is_raised() -> None:
             list(loader)
 
 
-def test_set_epoch_reaches_the_successor_of_a_dead_worker(tmp_path: Path) -> None:
-    """It starts with the dataset as it was when the workers were started."""
-    dataset = Told(tmp_path / "killed")
+def test_set_epoch_reaches_a_dead_workers_replacement(tmp_path: Path) -> None:
+    """The replacement starts with the dataset as of the start of the workers."""
+    dataset = OfEpoch(tmp_path / "killed")
     loader: Any = DataLoader(dataset, num_workers=1, persistent_workers=True)
-    found = []
+    epochs = []
     with loader:
         for epoch in (2, 3, 4):
             loader.set_epoch(epoch)
-            found.append({int(batch) for batch in loader})
-    assert found == [{2}, {3}, {4}]
+            epochs.append({int(batch) for batch in loader})
+    assert epochs == [{2}, {3}, {4}]
     assert (tmp_path / "killed").exists()
 
 
@@ -266,11 +265,11 @@ READ = r"iterator \(.*\) that was read before, .*" + ONCE
 )
 @pytest.mark.parametrize("taken", [1, 3])
 def test_a_generator_has_one_epoch(make: Any, taken: int) -> None:
-    """The next one would lack what was read, in silence."""
+    """A second epoch would silently lack the samples already read."""
     loader: Any = DataLoader(make(), 2)
-    iterator, other = iter(loader), iter(loader)
+    iterator, second = iter(loader), iter(loader)
     assert len(list(itertools.islice(iterator, taken))) == min(taken, 2)
-    for again in (partial(next, other), partial(iter, loader)):
+    for again in (partial(next, second), partial(iter, loader)):
         with pytest.raises(TypeError, match=READ):
             again()
     iterator.close()
@@ -282,8 +281,8 @@ def test_a_generator_has_one_epoch(make: Any, taken: int) -> None:
     [lambda: (n for n in range(4)), lambda: map(int, "01")],
     ids=["generator", "map"],
 )
-def test_a_generator_is_read_by_one_worker(make: Any) -> None:
-    """Each of several would have a copy, and the epoch every sample several times."""
+def test_a_generator_needs_a_single_worker(make: Any) -> None:
+    """Several workers would each read all samples from a copy."""
     with pytest.raises(TypeError, match=r"2 workers would read a copy.*" + ONCE):
         iter(DataLoader(make(), 2, num_workers=2))
     loader: Any = DataLoader(make(), 2, num_workers=1)
@@ -291,13 +290,13 @@ def test_a_generator_is_read_by_one_worker(make: Any) -> None:
 
 
 def test_a_generator_function_is_no_dataset() -> None:
-    """It has to be called for each epoch."""
+    """The function must be called for each epoch."""
     with pytest.raises(TypeError, match=ONCE):
         DataLoader(numbers)
 
 
-async def test_an_iterator_of_for_is_none_of_async_for() -> None:
-    """It would run plain code on the event loop."""
+async def test_an_iterator_of_for_refuses_async_for() -> None:
+    """``async for`` would run plain code on the event loop."""
     loader: Any = DataLoader(SyncMap(), 5)
     with pytest.raises(TypeError, match=r"made by iter\(loader\)"):
         async for _ in iter(loader):
@@ -312,15 +311,15 @@ KINDS = [SyncMap, AsyncMap, SyncStream, AsyncStream]
 
 @pytest.mark.parametrize("loop", ["thread", "caller"])
 @pytest.mark.parametrize("make", KINDS)
-async def test_nested(make: Any, loop: Any) -> None:
-    """A loop over a loader inside of a loop over it."""
+async def test_nested_loops_over_a_loader_are_independent(make: Any, loop: Any) -> None:
+    """Each inner loop is a whole epoch."""
     loader = DataLoader(make(), batch_size=4, loop=loop)
     inner = [[labels([b])[0] async for b in loader] async for _ in loader]
     assert inner == [EXPECTED] * 5
 
 
-def test_two_threads_share_one_iterator() -> None:
-    """The same for threads, over the thread and over the loop."""
+def test_threads_share_one_iterator() -> None:
+    """Each batch goes to one of three threads."""
     for dataset in (SyncMap(), AsyncMap()):
         iterator = iter(DataLoader(dataset, batch_size=4, prefetch_factor=2))
         with ThreadPoolExecutor(3) as threads:
@@ -328,23 +327,23 @@ def test_two_threads_share_one_iterator() -> None:
         assert sorted(labels([*itertools.chain(*parts)])) == EXPECTED
 
 
-def test_for_cannot_be_hosted_on_the_callers_loop() -> None:
-    """It would wait for the loop that it blocks: said at once."""
+def test_for_cannot_use_the_callers_loop() -> None:
+    """``for`` would block the loop that it waits for; plain reads need no loop."""
     with pytest.raises(RuntimeError, match="use `async for`, or loop='thread'"):
         next(iter(DataLoader(AsyncMap(), loop="caller")))
     assert len(list(DataLoader(SyncMap(), loop="caller"))) == 20
 
 
-async def test_for_does_not_block_the_callers_loop_forever() -> None:
-    """Nor over an iterator of ``async for``."""
+async def test_next_refuses_to_block_the_callers_loop() -> None:
+    """``next`` on an iterator of ``async for``."""
     iterator = aiter(DataLoader(AsyncMap(), batch_size=4, loop="caller"))
     with pytest.raises(RuntimeError, match="a plain `for` would block it"):
         next(iterator)
     await iterator.aclose()
 
 
-async def test_the_callers_loop_is_where_coroutines_run() -> None:
-    """And with the default they do not run there."""
+async def test_coroutines_run_on_the_chosen_loop() -> None:
+    """The default is the loader's own loop."""
     seen: set[Any] = set()
 
     class Looking(AsyncMap):
@@ -361,7 +360,7 @@ async def test_the_callers_loop_is_where_coroutines_run() -> None:
 
 
 class Blocking(SyncMap):
-    """Plain code that runs a loop itself, over an async dataset that it holds."""
+    """Plain code that runs its own loop for an async dataset."""
 
     def __init__(self) -> None:
         super().__init__(4)
@@ -372,7 +371,7 @@ class Blocking(SyncMap):
 
 
 async def test_plain_functions_do_not_run_on_the_loop() -> None:
-    """They run in the loader's thread, wherever coroutines run."""
+    """Plain functions run in a thread of the loader, whatever ``loop`` is."""
     threads: set[str] = set()
 
     def look(value: Any) -> Any:
@@ -416,7 +415,7 @@ async def iterate_plainly(make: Callable[[], Any]) -> list[list[int]]:
 
 
 async def iterate_async(make: Callable[[], Any], loop: Any) -> list[list[int]]:
-    """Iterate twice while entered, so that the second joins a host that runs."""
+    """Iterate twice while entered: the second epoch uses the running loop."""
     async with DataLoader(make(), batch_size=4, loop=loop) as loader:
         assert labels(await collect(loader)) == EXPECTED
         return labels(await collect(loader))
@@ -424,8 +423,8 @@ async def iterate_async(make: Callable[[], Any], loop: Any) -> list[list[int]]:
 
 @pytest.mark.parametrize("loop", ["thread", "caller"])
 @pytest.mark.parametrize("make", [*KINDS, AnyioMap, AnyioStream])
-def test_in_an_anyio_application(make: Any, loop: Any) -> None:
-    """anyio keeps the name of its backend in a context variable, where sniffio is."""
+def test_loaders_work_in_an_anyio_application(make: Any, loop: Any) -> None:
+    """anyio stores its backend in sniffio's context variable."""
     assert anyio.run(iterate_async, make, loop) == EXPECTED
 
 
@@ -436,16 +435,16 @@ def test_in_an_anyio_application(make: Any, loop: Any) -> None:
     [trio.run, partial(anyio.run, backend="trio"), anyio.run],
     ids=["trio", "anyio on trio", "anyio"],
 )
-def test_plain_for_inside_of_any_library(start: Any, make: Any) -> None:
-    """The loader's own loop is asyncio's, whatever runs where it is made."""
+def test_for_works_inside_any_async_library(start: Any, make: Any) -> None:
+    """The loader's own loop is asyncio's, whatever library runs around it."""
     assert start(iterate_plainly, make) == EXPECTED
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("loop", ["thread", "caller"])
 @pytest.mark.parametrize("make", KINDS)
-def test_async_for_under_trio(make: Any, loop: Any, num_workers: int) -> None:
-    """It names asyncio, and leaves nothing behind."""
+def test_async_for_under_trio_raises(make: Any, loop: Any, num_workers: int) -> None:
+    """The error says that asyncio is needed; nothing is left running."""
 
     async def consume() -> None:
         loader = DataLoader(make(), batch_size=4, loop=loop, num_workers=num_workers)
@@ -460,10 +459,10 @@ def test_async_for_under_trio(make: Any, loop: Any, num_workers: int) -> None:
     "part", [(run.Pipeline, "main"), (run, "FetcherPool")], ids=["start", "tasks"]
 )
 @pytest.mark.parametrize("loop", ["thread", "caller"])
-async def test_a_pipeline_that_cannot_start_fails_its_consumer(
+async def test_a_pipeline_that_cannot_start_raises(
     loop: Any, part: tuple[Any, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What goes wrong as it, or its own tasks, begin is raised by the first batch."""
+    """The first batch raises the error of the start."""
 
     def refuse(*_arguments: Any, **_options: Any) -> None:
         raise LookupError("planted")

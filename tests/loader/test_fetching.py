@@ -1,4 +1,4 @@
-"""How much is under way, in which order it arrives, and deadlines for it."""
+"""How many batches are in flight, in which order they arrive, and timeouts."""
 
 import asyncio
 import threading
@@ -23,7 +23,7 @@ from working import Numbers
 
 
 class Gated(AsyncMap):
-    """Samples wait at a gate; counts how many are there."""
+    """Samples wait at a gate; counts those waiting."""
 
     def __init__(self, n: int) -> None:
         super().__init__(n)
@@ -40,7 +40,7 @@ class Gated(AsyncMap):
         return await super().__getitem__(index)
 
     def open(self, *indices: int) -> None:
-        """Let samples through."""
+        """Open the gate for some samples."""
         for index in indices:
             self.waiting[index].set()
 
@@ -51,26 +51,26 @@ class Gated(AsyncMap):
             await self.came.wait()
 
 
-async def test_unordered_strands_nothing() -> None:
-    """All other batches are delivered while one is stuck."""
+async def test_a_stuck_batch_delays_no_other() -> None:
+    """With ``in_order=False``."""
     gate = Gated(12)
     loader = DataLoader(gate, batch_size=2, in_order=False, loop="caller")
     iterator = aiter(loader)
     first = asyncio.ensure_future(anext(iterator))
     await gate.until(12)
     gate.open(*range(1, 12))
-    found = [await first]
-    found += [await anext(iterator) for _ in range(4)]
+    batches = [await first]
+    batches += [await anext(iterator) for _ in range(4)]
     gate.open(0)
-    found += [batch async for batch in iterator]
-    assert labels(found)[-1] == [0, 1]
-    assert sorted(labels(found)) == [[i, i + 1] for i in range(0, 12, 2)]
+    batches += [batch async for batch in iterator]
+    assert labels(batches)[-1] == [0, 1]
+    assert sorted(labels(batches)) == [[i, i + 1] for i in range(0, 12, 2)]
 
 
 @pytest.mark.parametrize("way", ["caller", "thread", "for"])
 @pytest.mark.parametrize("factor", [1, 2, 5])
-async def test_the_window_is_exact(factor: int, way: str) -> None:
-    """After k batches taken, k + prefetch_factor were asked for, never more."""
+async def test_prefetch_factor_is_exact(factor: int, way: str) -> None:
+    """After k batches, exactly k + prefetch_factor were read."""
     dataset: Any = AsyncMap(60) if way == "caller" else SyncMap(60)
     loop: Any = "caller" if way == "caller" else "thread"
     loader = DataLoader(
@@ -88,7 +88,7 @@ async def test_the_window_is_exact(factor: int, way: str) -> None:
 
 
 async def thread_is_idle(iterator: Any) -> None:
-    """Wait until the loader's thread has done what it was given."""
+    """Wait until the loader's thread has done its work."""
     idle = asyncio.Event()
     loop = asyncio.get_running_loop()
     iterator._core.feed.pipeline.runner.cpu.post(
@@ -98,7 +98,7 @@ async def thread_is_idle(iterator: Any) -> None:
 
 
 class Meeting(AsyncMap):
-    """Samples that block a thread each, until all of a batch do."""
+    """Each sample blocks a thread until all samples of the batch do."""
 
     def __init__(self, parties: int) -> None:
         super().__init__(120)
@@ -106,7 +106,7 @@ class Meeting(AsyncMap):
 
     @cached_property
     def barrier(self) -> threading.Barrier:
-        """Made in the process that reads; a thread too few breaks it."""
+        """Made in the process that reads; it breaks if there are too few threads."""
         return threading.Barrier(self.parties, timeout=10)
 
     async def __getitem__(self, index: int) -> Any:
@@ -123,8 +123,8 @@ class MeetingLater(Meeting):
 
 @pytest.mark.parametrize("options", [{}, {"num_workers": 1}], ids=str)
 @pytest.mark.parametrize("kind", [Meeting, MeetingLater])
-def test_as_many_calls_block_as_samples_are_read(kind: Any, options: Any) -> None:
-    """Wherever the loader has its own loop; also if it is the same for more reads."""
+def test_all_concurrent_reads_may_block_threads(kind: Any, options: Any) -> None:
+    """There are as many threads as ``concurrency``, even after it has grown."""
     with DataLoader[Any](kind(40), 40, concurrency=40, **options) as loader:
         assert [len(batch) for batch in loader] == [40, 40, 40]
         if not options:
@@ -133,8 +133,8 @@ def test_as_many_calls_block_as_samples_are_read(kind: Any, options: Any) -> Non
             assert [len(batch) for batch in loader] == [60, 60]
 
 
-async def test_the_default_window_keeps_the_crew_busy() -> None:
-    """ceil(concurrency / batch_size) + 3 batches."""
+async def test_the_default_window_follows_from_concurrency() -> None:
+    """The window is ceil(concurrency / batch_size) + 3 batches."""
     for batch_size, concurrency, window in ((4, 10, 6), (64, 64, 4), (100, 8, 4)):
         dataset = AsyncMap(1000)
         loader = DataLoader(
@@ -150,7 +150,7 @@ async def test_the_default_window_keeps_the_crew_busy() -> None:
 
 @pytest.mark.parametrize("make", [SyncMap, AsyncMap])
 async def test_making_iterators_reads_nothing(make: Any) -> None:
-    """``iter`` and ``aiter`` are lazy, and may be called and dropped."""
+    """``iter`` and ``aiter`` are lazy."""
     dataset = make()
     loader = DataLoader(dataset, batch_size=4, timeout=5)
     iter(loader)
@@ -159,7 +159,6 @@ async def test_making_iterators_reads_nothing(make: Any) -> None:
 
 
 async def test_a_stream_is_read_no_further_than_the_window() -> None:
-    """An async iterable is pulled for the batches in flight only."""
     pulled = []
 
     class Counting(AsyncStream):
@@ -176,8 +175,8 @@ async def test_a_stream_is_read_no_further_than_the_window() -> None:
     await iterator.aclose()
 
 
-def test_stats_count_what_was_delivered() -> None:
-    """The latest epoch's figures, in flight included."""
+def test_stats_count_delivered_batches() -> None:
+    """The statistics are those of the latest epoch."""
     loader = DataLoader(AsyncMap(20), batch_size=4)
     assert loader.stats().epoch == -1
     list(loader)
@@ -202,7 +201,7 @@ class Tallied(Numbers):
 
 
 class TalliedAsync(Tallied):
-    """The same, by coroutines."""
+    """The same by coroutines."""
 
     async def __getitem__(self, index: int) -> int:  # type: ignore[override]
         return super().__getitem__(index)
@@ -233,7 +232,7 @@ def tallied_stream(path: Path) -> Any:
 def test_no_more_is_in_flight_than_the_guide_says(
     make: Any, options: dict[str, Any], most: int, tmp_path: Path
 ) -> None:
-    """As ``Limit memory`` in ``docs/guides/workers.md``: batches of eight samples."""
+    """See ``Limit memory`` in ``docs/guides/workers.md``; batches of eight samples."""
     path = tmp_path / "tally"
     delivered = 0
     with DataLoader(make(path), 8, **options) as loader:
@@ -254,7 +253,7 @@ def test_a_plain_async_for_has_no_more_than_the_guide_says(tmp_path: Path) -> No
 
 
 class Stuck:
-    """Mixed into datasets: one sample waits until it is let through."""
+    """Mixin for datasets: one sample waits until ``let_through`` is set."""
 
     def __init__(self, stuck: int) -> None:
         super().__init__(8)  # type: ignore[call-arg]
@@ -264,7 +263,7 @@ class Stuck:
 
 
 class StuckAsync(Stuck, AsyncMap):
-    """It waits on the loop."""
+    """The sample waits on the loop."""
 
     async def __getitem__(self, index: int) -> Any:
         if index == self.stuck:
@@ -274,7 +273,7 @@ class StuckAsync(Stuck, AsyncMap):
 
 
 class StuckSync(Stuck, SyncMap):
-    """It blocks its thread."""
+    """The sample blocks its thread."""
 
     def __getitem__(self, index: int) -> Any:
         if index == self.stuck:
@@ -284,7 +283,7 @@ class StuckSync(Stuck, SyncMap):
 
 
 def check(error: BatchTimeoutError, make: Any) -> None:
-    """See that the message names batch, stage, index and, for a thread, the line."""
+    """Check that the message names batch, stage, index and, for a thread, the line."""
     text = str(error)
     assert "DataLoader timed out after 0.02 seconds: batch 1 has been in stage" in text
     assert "'fetch'" in text
@@ -296,17 +295,17 @@ def check(error: BatchTimeoutError, make: Any) -> None:
 
 @pytest.mark.parametrize("way", ["for", "async for"])
 @pytest.mark.parametrize("make", [StuckAsync, StuckSync])
-async def test_it_times_out_and_goes_on(make: Any, way: str) -> None:
-    """Without workers too; the batch is still delivered when it comes."""
+async def test_a_batch_that_timed_out_is_delivered_later(make: Any, way: str) -> None:
+    """Here without workers."""
     dataset = make(stuck=5)
     loader: Any = DataLoader(dataset, batch_size=4, timeout=0.02)
     iterator = iter(loader) if way == "for" else aiter(loader)
-    found: list[Any] = []
+    batches: list[Any] = []
     caught: list[RuntimeError] = []
-    while len(found) < 2:
-        is_stuck = dataset.entered.is_set() and len(found) == 1
+    while len(batches) < 2:
+        is_stuck = dataset.entered.is_set() and len(batches) == 1
         try:
-            found.append(
+            batches.append(
                 await beside(partial(next, iterator))
                 if way == "for"
                 else await anext(iterator)
@@ -315,15 +314,15 @@ async def test_it_times_out_and_goes_on(make: Any, way: str) -> None:
             caught += [error] * is_stuck
             if len(caught) == 2:
                 dataset.let_through.set()
-    for one in caught[:2]:
-        assert isinstance(one, BatchTimeoutError)
-        check(one, make)
-    assert labels(found) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    for timeout in caught[:2]:
+        assert isinstance(timeout, BatchTimeoutError)
+        check(timeout, make)
+    assert labels(batches) == [[0, 1, 2, 3], [4, 5, 6, 7]]
     await iterator.aclose()
 
 
-def test_a_ready_batch_is_never_late() -> None:
-    """However long the consumer takes: the clock starts when it waits."""
+def test_a_ready_batch_never_times_out() -> None:
+    """The timeout counts from the moment when the consumer waits."""
     loader = DataLoader(SyncMap(8), batch_size=4, timeout=1e-9, prefetch_factor=2)
     iterator = iter(loader)
     taken: list[Any] = []
@@ -336,8 +335,7 @@ def test_a_ready_batch_is_never_late() -> None:
     assert labels(taken) == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
-async def test_a_stuck_stage_other_than_fetch_is_named() -> None:
-    """A collate that hangs."""
+async def test_a_timeout_names_a_stuck_collate_fn() -> None:
     gate, entered = threading.Event(), threading.Event()
 
     def collate(samples: Any) -> Any:
@@ -358,7 +356,7 @@ async def test_a_stuck_stage_other_than_fetch_is_named() -> None:
 
 
 async def test_giving_up_after_a_timeout_releases_everything() -> None:
-    """Also while the read is stuck: the loop's side is cancelled."""
+    """A read that is still stuck is cancelled."""
     dataset = StuckAsync(stuck=0)
     with pytest.raises(TimeoutError):
         async for _ in DataLoader(dataset, batch_size=4, timeout=0.01, loop="caller"):
@@ -371,8 +369,8 @@ async def test_giving_up_after_a_timeout_releases_everything() -> None:
 @pytest.mark.parametrize(
     "timeout", [1, 0.5, np.float32(0.5), np.int64(1), Fraction(1, 2)]
 )
-def test_the_number_is_as_it_was_given(timeout: Any) -> None:
-    """Scripts look for torch's words: "1", and not "1.0"."""
+def test_a_timeout_is_shown_as_it_was_given(timeout: Any) -> None:
+    """Scripts look for torch's message: "1", and not "1.0"."""
     dataset = StuckSync(stuck=0)
     iterator = iter(DataLoader(dataset, batch_size=4, timeout=timeout))
     with pytest.raises(BatchTimeoutError, match=f"timed out after {timeout} seconds"):
@@ -382,7 +380,7 @@ def test_the_number_is_as_it_was_given(timeout: Any) -> None:
 
 
 class Doubled(Numbers):
-    """Takes an index, or several at once."""
+    """Doubles an index, or several at once."""
 
     def __getitem__(self, index: Any) -> Any:
         return 2 * torch.as_tensor(index)
@@ -395,7 +393,7 @@ class DoubledAsync(Doubled):
 
 
 class Reusing(Sampler[Any]):
-    """Yields one object, which has other indices each time."""
+    """Yields the same object each time, with new indices."""
 
     def __init__(self, make: Callable[[list[int]], Any]) -> None:
         self.make = make
@@ -412,11 +410,11 @@ class Reusing(Sampler[Any]):
 
 @pytest.mark.parametrize("make", [list, np.array, torch.tensor])
 @pytest.mark.parametrize("kind", [Doubled, DoubledAsync])
-async def test_indices_that_the_sampler_overwrites(make: Any, kind: Any) -> None:
-    """They are copied when they are drawn: a batch may be read later."""
+async def test_indices_of_a_reused_buffer_are_copied(make: Any, kind: Any) -> None:
+    """A batch may be read after the sampler's next step."""
     sampler = Reusing(make)
-    alone = {"sampler": sampler, "batch_size": None}
-    for options in ({"batch_sampler": sampler}, alone):
+    samples = {"sampler": sampler, "batch_size": None}
+    for options in ({"batch_sampler": sampler}, samples):
         loader: Any = DataLoader(kind(), **options)
-        found = [batch.tolist() for batch in await collect(loader)]
-        assert found == [[2 * first, 2 * first + 2] for first in range(0, 12, 2)]
+        batches = [batch.tolist() for batch in await collect(loader)]
+        assert batches == [[2 * first, 2 * first + 2] for first in range(0, 12, 2)]

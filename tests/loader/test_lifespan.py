@@ -1,4 +1,4 @@
-"""``lifespan=``, entered once where samples are read; and awaitables of plain code."""
+"""``lifespan=`` is entered once, where samples are read; awaitables of plain code."""
 
 import asyncio
 import contextlib
@@ -35,32 +35,32 @@ Loader: Any = DataLoader  # options are tables here
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PLACES)
-async def test_once_in_each_place(name: str) -> None:
-    """Per epoch, for iterations at the same time, and inside ``async with``."""
+async def test_a_lifespan_is_entered_once_in_each_place(name: str) -> None:
+    """Once per epoch, for concurrent iterations, and inside ``async with``."""
     make, lifespan, options, place, events = PLACES[name]
     dataset = make()
     loader = Loader(dataset, batch_size=2, lifespan=lifespan, **options)
     assert len(await collect(loader)) == 4
     assert dataset.taken() == (events, {place})
     await asyncio.gather(*(collect(loader) for _ in range(3)))
-    found, _ = dataset.taken()
-    assert [found[0], found[-1]] == ["enter", "leave"]
-    assert found.count("enter") == found.count("leave") == 1
+    log, _ = dataset.taken()
+    assert [log[0], log[-1]] == ["enter", "leave"]
+    assert log.count("enter") == log.count("leave") == 1
     async with loader:
         await collect(loader)
         await collect(loader)
-        found, _ = dataset.taken()
-        assert found[0] == "enter"
-        assert found.count("enter") == 1
-        assert "leave" not in found
+        log, _ = dataset.taken()
+        assert log[0] == "enter"
+        assert log.count("enter") == 1
+        assert "leave" not in log
     assert dataset.taken() == (["leave"], {place})
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["break", "cancellation", "error"])
 @pytest.mark.parametrize("name", PLACES)
-async def test_left_however_it_ends(name: str, how: str) -> None:
-    """The consumer leaves or is cancelled, or a later stage fails."""
+async def test_a_lifespan_is_left_however_the_loop_ends(name: str, how: str) -> None:
+    """The consumer breaks or is cancelled, or a later stage fails."""
 
     def refuse(_samples: Any) -> Any:
         raise KeyError("collate")
@@ -69,7 +69,7 @@ async def test_left_however_it_ends(name: str, how: str) -> None:
     dataset = make(40)
     if how == "error":
         options = {**options, "collate_fn": refuse}
-        if name == "iterable beside a loop":
+        if name == "iterable, loop":
             options["transform"] = pass_on
     loader = Loader(dataset, batch_size=2, lifespan=lifespan, **options)
 
@@ -89,11 +89,11 @@ async def test_left_however_it_ends(name: str, how: str) -> None:
     assert dataset.taken() == (events, {place})
 
 
-def test_inline() -> None:
-    """In the consumer's thread, without a thread or a loop."""
+def test_a_plain_loop_enters_its_lifespan_itself() -> None:
+    """In the consumer's thread; no thread and no loop is started."""
     dataset = SyncLog()
     loader = DataLoader(dataset, batch_size=2, lifespan=plain)
-    threads = set(threading.enumerate())  # fsspec's never ends
+    threads = set(threading.enumerate())  # fsspec's thread never ends
     for _ in loader:
         assert set(threading.enumerate()) <= threads
     assert dataset.taken() == (ONCE, {"MainThread"})
@@ -116,8 +116,7 @@ def test_inline() -> None:
 
 
 @pytest.mark.parametrize("name", ["thread", "loop", "threads"])
-async def test_left_by_the_collector(name: str) -> None:
-    """An iterator that is dropped."""
+async def test_a_dropped_iterator_leaves_its_lifespan(name: str) -> None:
     make, lifespan, options, place, events = PLACES[name]
     left = threading.Event()
 
@@ -140,19 +139,19 @@ async def test_left_by_the_collector(name: str) -> None:
 # -- errors -----------------------------------------------------------------------
 
 
-def refused(name: str, what: str) -> tuple[Any, Any]:
+def refused(name: str, step: str) -> tuple[Any, Any]:
     """Return a dataset and a loader whose lifespan raises on entering or leaving."""
     make, made, options, _, _ = PLACES[name]
     dataset = make()
-    lifespan = refusing(what, is_async=made is on_loop)
+    lifespan = refusing(step, is_async=made is on_loop)
     return dataset, Loader(dataset, batch_size=2, lifespan=lifespan, **options)
 
 
 @pytest.mark.parametrize("name", PLACES)
-async def test_an_error_on_entering(name: str) -> None:
-    """The iteration's error, once and noted; nothing is read; the next one tries.
+async def test_an_error_on_entering_is_raised_each_time(name: str) -> None:
+    """It has a note, and nothing is read; the next iteration enters again.
 
-    Inside of ``async with`` the loader can be closed all the same.
+    Inside ``async with`` the loader can be closed all the same.
     """
     dataset, loader = refused(name, "entering")
     for attempt in (1, 2):
@@ -165,8 +164,8 @@ async def test_an_error_on_entering(name: str) -> None:
     assert dataset.taken()[0] == ["enter"] * 3
 
 
-async def test_a_loader_is_closed_as_its_loop_ends() -> None:
-    """After an error on entering: the loop runs no more, and is not closed yet."""
+async def test_a_loader_may_close_while_its_loop_ends() -> None:
+    """After an error on entering, the loop has stopped and is not yet closed."""
     closing = threading.Event()
 
     @contextlib.asynccontextmanager
@@ -190,8 +189,8 @@ async def test_a_loader_is_closed_as_its_loop_ends() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PLACES)
-async def test_an_error_on_leaving(name: str) -> None:
-    """Raised at the end of the loop, after all batches."""
+async def test_an_error_on_leaving_is_raised_at_the_end(name: str) -> None:
+    """All batches are delivered before the error."""
     _, loader = refused(name, "leaving")
     with pytest.raises(ConnectionRefusedError) as caught:
         await collect(loader)
@@ -199,34 +198,34 @@ async def test_an_error_on_leaving(name: str) -> None:
     assert loader.stats().batches == 4
 
 
-def test_errors_inline() -> None:
-    """The same in a plain loop."""
-    for what in ("entering", "leaving"):
-        loader = DataLoader(SyncLog(), lifespan=refusing(what, is_async=False))
+def test_a_plain_loop_raises_errors_of_its_lifespan() -> None:
+    """Errors on entering and on leaving, with a note."""
+    for step in ("entering", "leaving"):
+        loader = DataLoader(SyncLog(), lifespan=refusing(step, is_async=False))
         with pytest.raises(ConnectionRefusedError) as caught:
             list(loader)
-        assert caught.value.__notes__ == [NOTE.format(what)]
+        assert caught.value.__notes__ == [NOTE.format(step)]
         with pytest.raises(ConnectionRefusedError):
             list(loader)
 
 
-@pytest.mark.parametrize("what", ["entering", "leaving"])
-@pytest.mark.parametrize("name", ["loop", "beside a loop", "thread"])
-async def test_errors_keep_no_iterator(name: str, what: str) -> None:
-    """Though errors have frames."""
-    _, loader = refused(name, what)
+@pytest.mark.parametrize("step", ["entering", "leaving"])
+@pytest.mark.parametrize("name", ["loop", "thread, loop", "thread"])
+async def test_errors_of_a_lifespan_keep_no_iterator(name: str, step: str) -> None:
+    """The frames of the traceback do not keep it, either."""
+    _, loader = refused(name, step)
     iterator = aiter(loader)
     left = weakref.ref(iterator)
     with contextlib.suppress(ConnectionRefusedError):
         while True:
             await anext(iterator)
     del iterator, loader
-    join()  # the thread that met the error has it still
+    join()  # the thread that raised the error still refers to it
     gc.collect()
     assert left() is None
 
 
-# -- what is refused ----------------------------------------------------------------
+# -- wrong lifespans ----------------------------------------------------------------
 
 
 class OnlyAsync:
@@ -243,17 +242,17 @@ class OnlyAsync:
 
 
 def bare(dataset: Any) -> Iterator[None]:
-    """Forget the decorator."""
+    """Lack the decorator."""
     yield
 
 
 async def bare_async(dataset: Any) -> AsyncIterator[None]:
-    """Forget it too."""
+    """Lack the decorator, too."""
     yield
 
 
 @pytest.mark.parametrize(
-    ("make", "lifespan", "error", "what"),
+    ("make", "lifespan", "error", "words"),
     [
         (SyncMap, "open", TypeError, "must be a function that returns a con.*'str'"),
         (SyncMap, plain(None), TypeError, "_GeneratorContextManager"),
@@ -264,27 +263,27 @@ async def bare_async(dataset: Any) -> AsyncIterator[None]:
         (SyncMap, OnlyAsync, ValueError, "no event loop runs for them"),
     ],
 )
-def test_arguments(make: Any, lifespan: Any, error: Any, what: str) -> None:
-    """They are checked at once."""
-    with pytest.raises(error, match=what):
+def test_bad_lifespans_raise(make: Any, lifespan: Any, error: Any, words: str) -> None:
+    """At once; the message says what to return, or which decorator is missing."""
+    with pytest.raises(error, match=words):
         DataLoader(make(), lifespan=lifespan)
 
 
-def test_what_is_known_when_it_is_called() -> None:
-    """What no one could tell before."""
-    for lifespan, what in (
+def test_wrong_context_managers_raise_on_entering() -> None:
+    """The constructor cannot know what the function will return."""
+    for lifespan, message in (
         (partial(OnlyAsync), "async context manager 'OnlyAsync'"),
         (lambda _: None, "must return a context manager, .*'NoneType'"),
         (lambda _: pass_on(1), "must return a context manager, .*'coroutine'"),
     ):
         loader = Loader(SyncMap(), lifespan=lifespan)
-        with pytest.raises(TypeError, match=what) as caught:
+        with pytest.raises(TypeError, match=message) as caught:
             list(loader)
         assert caught.value.__notes__ == [NOTE.format("entering")]
 
 
-async def test_executors() -> None:
-    """Their workers are the user's; the loader may read for them."""
+async def test_with_an_executor_only_the_loader_has_a_lifespan() -> None:
+    """The user owns an executor's workers, so the loader must read."""
     with ThreadPoolExecutor(1) as executor:
         options = {"num_workers": 1, "workers": executor}
         with pytest.raises(ValueError, match="executor an initializer"):
@@ -298,8 +297,8 @@ async def test_executors() -> None:
             assert dataset.taken()[0] == ONCE
 
 
-def test_a_slow_entry_is_given_up() -> None:
-    """A consumer that leaves meanwhile does not wait for it."""
+def test_closing_cancels_a_slow_entry() -> None:
+    """The consumer does not wait for the lifespan."""
     began = threading.Event()
 
     @contextlib.asynccontextmanager
@@ -325,7 +324,7 @@ def test_a_slow_entry_is_given_up() -> None:
     assert dataset.taken()[0] == ["enter", "gave up"]
 
 
-# -- what plain code returns is awaited ------------------------------------------------
+# -- awaitables that plain code returns ------------------------------------------------
 
 EXPECTED = [[0, 1, 2, 3], [4, 5, 6, 7]]
 WAYS: dict[str, Any] = {
@@ -338,19 +337,19 @@ WAYS: dict[str, Any] = {
 
 
 class Client:
-    """Belongs to the loop that it was made on."""
+    """A client that works on one loop only, where it was made."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
 
     async def get(self, index: int) -> int:
-        """Answer on that loop alone."""
+        """Return the index; fail on another loop."""
         assert asyncio.get_running_loop() is self._loop
         return index
 
 
 class OfClient(SyncMap):
-    """Plain, over a client that the lifespan opens."""
+    """Plain reads by a client that the lifespan opens."""
 
     client: Any = None
 
@@ -371,13 +370,13 @@ def test_clients_are_used_on_the_loop_of_the_lifespan(way: str) -> None:
     loader: Any = DataLoader(
         OfClient(8), 4, transform=pass_on, lifespan=opened, **WAYS[way]
     )
-    found = asyncio.run(collect(loader)) if way == "async for" else list(loader)
-    assert [batch.tolist() for batch in found] == EXPECTED
+    batches = asyncio.run(collect(loader)) if way == "async for" else list(loader)
+    assert [batch.tolist() for batch in batches] == EXPECTED
 
 
 @pytest.mark.parametrize("way", ["async for", "threads"])
 async def test_clients_are_used_on_the_callers_loop(way: str) -> None:
-    """If the loader is asked to use it; nothing else tells it of coroutines."""
+    """With ``loop="caller"``, even though the dataset looks plain."""
     dataset = OfClient(8)
     dataset.client = Client()
     loader: Any = DataLoader(dataset, 4, loop="caller", **WAYS[way])
@@ -395,7 +394,7 @@ class Request:
 
 
 class Wrapper(SyncMap):
-    """Plain, over awaitables."""
+    """Plain reads that return awaitables."""
 
     def __init__(self, wrap: Callable[[Any], Any]) -> None:
         super().__init__(8)
@@ -423,11 +422,11 @@ def first(batch: Any) -> Any:
     ],
     ids=["object", "tuple", "dict", "nested"],
 )
-def test_awaitables_are_found_in_containers(wrap: Any, way: str) -> None:
-    """As in what torch's wrappers return."""
+def test_awaitables_in_containers_are_awaited(wrap: Any, way: str) -> None:
+    """Torch's wrappers of datasets return such containers."""
     loader: Any = DataLoader(Wrapper(wrap), 4, **WAYS[way])
-    found = asyncio.run(collect(loader)) if way == "async for" else list(loader)
-    assert [first(batch).tolist() for batch in found] == EXPECTED
+    batches = asyncio.run(collect(loader)) if way == "async for" else list(loader)
+    assert [first(batch).tolist() for batch in batches] == EXPECTED
 
 
 class Hanging(SyncMap):
@@ -442,23 +441,22 @@ class Hanging(SyncMap):
 
 
 def no_failure(_failure: Any) -> None:
-    """Fail the test: the iteration is over, and no sample has failed."""
+    """Fail the test: no sample has failed."""
     raise AssertionError
 
 
 @pytest.mark.parametrize("way", ["threads", "transform", "for"])
 @pytest.mark.parametrize("loop", ["thread", "caller"])
-async def test_closing_cancels_what_is_awaited(way: str, loop: Any) -> None:
-    """As it cancels the coroutines of an async dataset."""
+async def test_closing_cancels_awaited_reads(way: str, loop: Any) -> None:
     arguments = {**WAYS[way], "loop": loop, "on_error": no_failure}
     loader: Any = DataLoader(Hanging(8), 2, **arguments)
     iterator = aiter(loader)
     await anext(iterator)
-    await loader.aclose()  # a warning, if it gave up after ten seconds
+    await loader.aclose()  # it would warn after waiting for ten seconds
 
 
 def test_the_error_of_an_awaitable_names_its_sample() -> None:
-    """Also where others of the batch are awaited at once."""
+    """Even if all samples of the batch are awaited together."""
 
     async def fail(index: int) -> int:
         if index == 3:
@@ -472,8 +470,8 @@ def test_the_error_of_an_awaitable_names_its_sample() -> None:
         assert "sample index 3" in caught.value.__notes__[0]
 
 
-async def test_a_lifespan_is_left_in_the_context_that_it_was_entered_in() -> None:
-    """A token of a context variable is good in one context only."""
+async def test_a_lifespan_is_left_in_the_context_of_its_entry() -> None:
+    """A token of a context variable is valid in one context only."""
     variable = ContextVar("variable", default=0)
     left: list[int] = []
 

@@ -1,4 +1,4 @@
-"""Every dataset, every way to iterate: the batches are torch's."""
+"""The batches are torch's, for every dataset and every way to iterate."""
 
 import asyncio
 import contextlib
@@ -44,7 +44,7 @@ async def batches(way: str, dataset: Any, **options: Any) -> list[Any]:
 
 
 async def iterated(way: str, loader: Any) -> list[Any]:
-    """Iterate ``loader``; a ``for`` loop beside this loop, which it would block."""
+    """Return all batches; a ``for`` loop runs in a thread, for it blocks."""
     if way == "for":
         return await beside(lambda: list(loader))
     return await collect(loader)
@@ -89,7 +89,7 @@ def seeded(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def expected_of(options: dict[str, Any]) -> tuple[list[Any], torch.Tensor]:
-    """Return two epochs of torch's loader, and what is drawn after them."""
+    """Return two epochs of torch's loader, and the random number after them."""
     theirs = TorchLoader(SyncMap(), **seeded(options))
     return [labels(list(theirs)) for _ in range(2)], torch.rand(1)
 
@@ -97,38 +97,38 @@ def expected_of(options: dict[str, Any]) -> tuple[list[Any], torch.Tensor]:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", MAPS)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-async def test_map_style(way: str, name: str, options: dict[str, Any]) -> None:
-    """Same batches and same later draws as torch over the same samples, twice."""
+async def test_batches_are_torchs(way: str, name: str, options: dict[str, Any]) -> None:
+    """In two epochs; the random number after them is torch's, too."""
     expected = expected_of(options)
     loader_options = seeded(options)
     dataset = MAPS[name]()
-    # the same generator object goes on, as in one loader
-    found = [labels(await batches(way, dataset, **loader_options)) for _ in range(2)]
-    assert (found, torch.rand(1)) == expected
+    # the generator continues, as in one loader
+    epochs = [labels(await batches(way, dataset, **loader_options)) for _ in range(2)]
+    assert (epochs, torch.rand(1)) == expected
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", STREAMS)
 @pytest.mark.parametrize("drop_last", [False, True])
-async def test_streams(way: str, name: str, drop_last: bool) -> None:
-    """Batches of consecutive samples; the short last one kept or dropped."""
-    found = await batches(way, STREAMS[name](), batch_size=6, drop_last=drop_last)
+async def test_stream_batches_are_torchs(way: str, name: str, drop_last: bool) -> None:
+    """With and without the short last batch."""
+    loaded = await batches(way, STREAMS[name](), batch_size=6, drop_last=drop_last)
     expected = TorchLoader(SyncStream(), batch_size=6, drop_last=drop_last)
-    assert labels(found) == labels(list(expected))
+    assert labels(loaded) == labels(list(expected))
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("make", [SyncMap, AsyncMap, SyncStream, AsyncStream])
-async def test_without_batching(way: str, make: Any) -> None:
-    """Single samples, converted, not stacked."""
-    found = await batches(way, make(5), batch_size=None)
-    assert [index for _, index in found] == list(range(5))
-    assert all(rows.shape == (3,) for rows, _ in found)
+async def test_without_batching_samples_are_converted(way: str, make: Any) -> None:
+    """Single samples are not stacked."""
+    samples = await batches(way, make(5), batch_size=None)
+    assert [index for _, index in samples] == list(range(5))
+    assert all(rows.shape == (3,) for rows, _ in samples)
 
 
 @pytest.mark.parametrize("way", WAYS)
-async def test_stacked_async_datasets(way: str) -> None:
-    """Awaitables inside of tuples and dicts are awaited, together."""
+async def test_stacked_async_datasets_are_awaited(way: str) -> None:
+    """Awaitables may be inside tuples and dicts."""
     pairs = await batches(way, StackDataset(AsyncMap(3), SyncMap(3)), batch_size=3)
     assert torch.equal(pairs[0][0][1], pairs[0][1][1])
     named = await batches(way, StackDataset(a=AsyncBatchMap2(3)), batch_size=3)
@@ -143,7 +143,7 @@ class AsyncBatchMap2(AsyncBatchMap):
 
 
 class Chained(IterableDataset[Any]):
-    """torch's base class, async."""
+    """An async stream of torch's base class."""
 
     def __iter__(self) -> Any:
         raise AssertionError("the async iterator should have been used")
@@ -153,8 +153,8 @@ class Chained(IterableDataset[Any]):
 
 
 @pytest.mark.parametrize("way", WAYS)
-async def test_chain_of_async_streams(way: str) -> None:
-    """Sync and async parts follow each other."""
+async def test_chained_streams_follow_each_other(way: str) -> None:
+    """A chain may have sync and async parts."""
     chain = ChainDataset([Chained(), SyncStream(2)])
     assert labels(await batches(way, chain, batch_size=4)) == [[0, 1, 2, 0], [1]]
 
@@ -162,8 +162,8 @@ async def test_chain_of_async_streams(way: str) -> None:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("make", [SyncMap, AsyncMap, AsyncStream, SyncStream])
 @pytest.mark.parametrize("colours", ["ss", "sa", "as", "aa"])
-async def test_functions_of_any_colour(way: str, make: Any, colours: str) -> None:
-    """A transform and a collate function, sync or async, give the same."""
+async def test_functions_are_sync_or_async(way: str, make: Any, colours: str) -> None:
+    """Each of transform and collate_fn."""
 
     def double(pair: Any) -> int:
         return 2 * int(pair[1])
@@ -185,8 +185,8 @@ async def test_functions_of_any_colour(way: str, make: Any, colours: str) -> Non
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("make", [tensors, SyncMap, AsyncMap])
-async def test_shuffled_indices(way: str, make: Any) -> None:
-    """A lazy order serves as a sampler; each epoch has its own, unless one is set."""
+async def test_shuffled_indices_reorder_each_epoch(way: str, make: Any) -> None:
+    """Unless an epoch is set, by the loader or by the sampler."""
     order = ShuffledIndices(20, seed=3)
     loader: Any = kit.make(way, make(), sampler=order, batch_size=20)
 
@@ -203,7 +203,7 @@ async def test_shuffled_indices(way: str, make: Any) -> None:
 
 
 def test_gathered_batches_are_copies() -> None:
-    """Writing into a batch leaves the dataset alone, in order or shuffled."""
+    """Writing into a batch does not change the dataset, in order or shuffled."""
     dataset = tensors(8)
     for shuffle in (False, True):
         for rows, _ in DataLoader(dataset, batch_size=4, shuffle=shuffle):
@@ -222,11 +222,11 @@ def test_gathered_batches_are_copies() -> None:
     ids=["generator", "sampler", "workers' draws", "rank"],
 )
 def test_rows_are_selected_on_the_cpu(make: Any) -> None:
-    """Where the tensors are, whatever torch's default device is."""
+    """The tensors are on the CPU, whatever torch's default device is."""
 
     def epoch(context: Any) -> list[Any]:
         iterator = iter(DataLoader(tensors(5), batch_size=2, **make()))
-        with context:  # from here on: torch's seed cannot be drawn on "meta"
+        with context:  # entered now: torch cannot draw its seed on "meta"
             return [[part.tolist() for part in batch] for batch in iterator]
 
     assert epoch(torch.device("meta")) == epoch(contextlib.nullcontext())
@@ -243,36 +243,36 @@ UNUSUAL: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("indices", [range(6), [True, 2], [0, 9]])
 @pytest.mark.parametrize("name", [*UNUSUAL, "tensors"])
-def test_unusual_tensors_are_not_gathered(name: str, indices: Any) -> None:
-    """What an index cannot serve takes the ordinary way, with torch's result."""
+def test_unusual_tensors_behave_as_in_torch(name: str, indices: Any) -> None:
+    """Batches and errors are torch's."""
     dataset = UNUSUAL.get(name, lambda: tensors(6))()
 
-    def found(cls: Any) -> Any:
+    def outcome(cls: Any) -> Any:
         try:
-            return [one[0].tolist() for one in cls(dataset, 2, sampler=indices)]
+            return [b[0].tolist() for b in cls(dataset, 2, sampler=indices)]
         except (RuntimeError, IndexError) as error:
             return type(error), str(error)[:20]
 
-    assert found(DataLoader) == found(TorchLoader)
+    assert outcome(DataLoader) == outcome(TorchLoader)
 
 
 REPLACED: list[tuple[Any, str, Any]] = [
     (RandomSampler, "__iter__", lambda _self: iter([3, 0, 2])),
     (SequentialSampler, "__iter__", lambda _self: iter([3, 0, 2])),
     (BatchSampler, "__iter__", lambda _self: iter([[3, 0], [2], [1]])),
-    (Subset, "__getitems__", lambda _self, indices: [-at for at in indices]),
+    (Subset, "__getitems__", lambda _self, indices: [-index for index in indices]),
 ]
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize(("cls", "name", "method"), REPLACED)
-def test_methods_put_in_place_of_torchs(
+def test_patched_methods_of_torchs_classes_are_called(
     num_workers: int, cls: Any, name: str, method: Any, monkeypatch: Any
 ) -> None:
-    """In torch's own classes, for a fixed order in a test: they are called."""
+    """Tests patch them for a fixed order."""
     monkeypatch.setattr(cls, name, method)
 
-    def found(base: Any) -> Any:
+    def outcome(base: Any) -> Any:
         shuffle = cls is RandomSampler
         numbers: Any = range(6)
         loader = base(
@@ -280,13 +280,13 @@ def test_methods_put_in_place_of_torchs(
         )
         return len(loader), [batch.tolist() for batch in loader]
 
-    assert found(DataLoader) == found(TorchLoader)
+    assert outcome(DataLoader) == outcome(TorchLoader)
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_big_batches_are_no_views(dtype: Any, num_workers: int) -> None:
-    """So they can be detached in place, as torch's."""
+    """Only then they can be detached in place, as in torch."""
     samples = [torch.ones(1 << 18, dtype=dtype)] * 2
     for batch in DataLoader(samples, 2, num_workers=num_workers):
         assert not batch.requires_grad_().detach_().requires_grad

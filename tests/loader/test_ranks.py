@@ -1,4 +1,4 @@
-"""Ranks: global batches are the same sets on any number of them."""
+"""Global batches have the same samples on any number of ranks."""
 
 import math
 import re
@@ -35,7 +35,7 @@ Loader: Any = DataLoader  # options are tables here
 
 
 class AsyncLines(AsyncMap):
-    """Async iterable, without a state."""
+    """An async iterable without a state."""
 
     async def __aiter__(self) -> Any:
         for index in range(self.n):
@@ -43,7 +43,7 @@ class AsyncLines(AsyncMap):
 
 
 class Sized(Plain):
-    """Iterable, with a length."""
+    """An iterable with a length."""
 
     def __len__(self) -> int:
         return self.n
@@ -77,7 +77,7 @@ def loaders(
 
 
 def listed(batch: Any) -> list[int]:
-    """Return the samples of a batch that do not stand in."""
+    """Return the samples of a batch, without padding."""
     if isinstance(batch, (list, tuple)) and len(batch) == 2:
         batch, mask = batch
         batch = batch[0] if isinstance(batch, list) else batch
@@ -87,22 +87,22 @@ def listed(batch: Any) -> list[int]:
 
 
 def batches(ranks: list[Any]) -> list[list[int]]:
-    """Return global batches, sorted: what all ranks deliver, one after the other."""
-    found = [[listed(batch) for batch in loader] for loader in ranks]
+    """Return the global batches: the samples of all ranks, sorted."""
+    shares = [[listed(batch) for batch in loader] for loader in ranks]
     return [
-        sorted(one for rank in found if number < len(rank) for one in rank[number])
-        for number in range(max(map(len, found)))
+        sorted(s for rank in shares if number < len(rank) for s in rank[number])
+        for number in range(max(map(len, shares)))
     ]
 
 
-# -- the same sets ----------------------------------------------------------------
+# -- the same samples -------------------------------------------------------------
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ORDERS)
 @given(n=st.integers(1, 100), world_size=st.sampled_from(WORLDS))
-def test_map_style(order: str, n: int, world_size: int) -> None:
-    """Nothing is lost or repeated where ranks may differ, or a mask tells."""
+def test_ranks_lose_and_repeat_nothing(order: str, n: int, world_size: int) -> None:
+    """With uneven shares, or with padding and a mask."""
     whole = batches(loaders("map", n, 1, order, tail="uneven"))
     assert sorted(sum(whole, [])) == list(range(n))  # noqa: RUF017
     assert batches(loaders("map", n, world_size, order, tail="uneven")) == whole
@@ -112,8 +112,8 @@ def test_map_style(order: str, n: int, world_size: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("world_size", WORLDS)
-def test_kinds(kind: str, world_size: int) -> None:
-    """So it is for all kinds of datasets."""
+def test_any_dataset_gives_the_same_global_batches(kind: str, world_size: int) -> None:
+    """On any number of ranks, for several lengths."""
     for n in (0, 5, 48, 53):
         whole = batches(loaders(kind, n, 1, tail="uneven"))
         assert [len(batch) for batch in whole] == [24] * (n // 24) + [n % 24] * (
@@ -128,16 +128,16 @@ def test_kinds(kind: str, world_size: int) -> None:
     "kind", ["map", pytest.param("iterable", marks=pytest.mark.slow)]
 )
 @given(n=st.integers(0, 100), world_size=st.sampled_from(WORLDS), drop=st.booleans())
-def test_tails(kind: str, n: int, world_size: int, drop: bool) -> None:
-    """How many samples each rank gets, and how long it says that it is."""
+def test_tails_set_the_shares(kind: str, n: int, world_size: int, drop: bool) -> None:
+    """The number of samples of each rank, and the length of its loader."""
     sizes = {}
     for tail in ("wrap", "pad", "drop", "uneven"):
         ranks = loaders(kind, n, world_size, tail=tail, drop_last=drop)
-        found = [list(loader) for loader in ranks]
-        assert [len(rank) for rank in found] == [len(loader) for loader in ranks]
+        shares = [list(loader) for loader in ranks]
+        assert [len(rank) for rank in shares] == [len(loader) for loader in ranks]
         sizes[tail] = [
             sum(len(batch[0] if tail == "pad" else batch) for batch in rank)
-            for rank in found
+            for rank in shares
         ]
     n = n - n % GLOBAL if drop else n
     most, least = -(-n // world_size), n // world_size
@@ -148,17 +148,17 @@ def test_tails(kind: str, n: int, world_size: int, drop: bool) -> None:
 
 
 @given(n=st.integers(1, 100), world_size=st.sampled_from(WORLDS))
-def test_wraps_as_torch_does(n: int, world_size: int) -> None:
-    """In order, each rank's samples are those of DistributedSampler."""
+def test_ranks_are_those_of_distributed_sampler(n: int, world_size: int) -> None:
+    """Without shuffling."""
     data: Any = range(n)
     for rank, loader in enumerate(loaders("map", n, world_size)):
         theirs: Any = DistributedSampler(data, world_size, rank, shuffle=False)
-        found = [one for batch in loader for one in listed(batch)]
-        assert found == list(theirs)
+        samples = [sample for batch in loader for sample in listed(batch)]
+        assert samples == list(theirs)
 
 
-def test_torchs_sampler_is_left_alone() -> None:
-    """It has dealt already."""
+def test_a_distributed_sampler_is_not_split_again() -> None:
+    """A DistributedSampler has split the samples already."""
     data: Any = range(10)
     loader: Any = DataLoader(
         Numbers(10), 2, sampler=DistributedSampler(data, 2, 1, shuffle=False)
@@ -166,7 +166,7 @@ def test_torchs_sampler_is_left_alone() -> None:
     assert [batch.tolist() for batch in loader] == [[1, 3], [5, 7], [9]]
 
 
-# -- on other ranks ---------------------------------------------------------------
+# -- resumed on other ranks -------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -186,8 +186,8 @@ def test_torchs_sampler_is_left_alone() -> None:
     ],
 )
 @pytest.mark.parametrize("k", [0, 1, 2, 3, 4])
-def test_from_four_onto_three(kind: str, order: str, tail: str, k: int) -> None:
-    """Whatever rank's state it is: nothing is lost, nothing repeated."""
+def test_three_ranks_resume_four(kind: str, order: str, tail: str, k: int) -> None:
+    """From the state of any of the four, nothing is lost or repeated."""
     whole = batches(loaders(kind, 101, 1, order, tail="uneven"))
     assert len(whole) == 5
     four = loaders(kind, 101, 4, order, tail=tail)
@@ -212,10 +212,10 @@ def test_from_four_onto_three(kind: str, order: str, tail: str, k: int) -> None:
         ),
     ],
 )
-def test_ranks_with_other_orders_are_not_merged(
+def test_ranks_with_different_orders_are_not_merged(
     sampler: Callable[[int], Any], words: str, delivered: int
 ) -> None:
-    """One of the orders would be lost; those of one run are merged."""
+    """One of the orders would be lost."""
     delivered = max(delivered, "generator" in words)  # before it, none is drawn
     states = [state_of_rank(rank, sampler(1), delivered) for rank in range(2)]
     assert merge_states(states) == states[0]
@@ -234,8 +234,8 @@ def state_of_rank(rank: int, sampler: Any, delivered: int) -> Any:
     return state
 
 
-def test_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only when it is asked for."""
+def test_rank_auto_reads_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without ``rank="auto"``, the environment does not matter."""
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "3")
     assert len(list(Loader(Numbers(9), 3))) == 3
@@ -258,7 +258,7 @@ def test_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Group:
-    """Stands for torch's process group; any collective fails."""
+    """A fake of torch's process group, whose collectives all fail."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.rank, self.world_size, self.is_up = 1, 3, True
@@ -277,8 +277,8 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Group:
     return Group(monkeypatch)
 
 
-def test_of_the_process_group(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It wins over the environment, and may be made after the loader."""
+def test_rank_auto_uses_a_group(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process group wins over the environment; it may be made after the loader."""
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     group.is_up = False
@@ -288,7 +288,7 @@ def test_of_the_process_group(group: Group, monkeypatch: pytest.MonkeyPatch) -> 
     group.is_up = True
     assert len(loader) == 1
     iterator = iter(loader)
-    group.is_up = False  # what has begun stays what it is
+    group.is_up = False  # an epoch keeps its ranks
     assert [batch.tolist() for batch in iterator] == [[1, 4, 7]]
     assert loader.state_dict()["batch_size"] == 9
     assert [batch.tolist() for batch in loader] == [[0, 2, 4], [6, 8]]
@@ -297,15 +297,14 @@ def test_of_the_process_group(group: Group, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_nothing_is_dealt_unasked(kind: str, group: Group) -> None:
-    """As with torch's loader, and without a word: validation, say."""
-    found = [listed(batch) for batch in Loader(KINDS[kind](9), 3)]
-    assert found == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
+def test_a_process_group_alone_splits_nothing(kind: str, group: Group) -> None:
+    """As in torch, and without a warning: the loader may be for validation."""
+    batches = [listed(batch) for batch in Loader(KINDS[kind](9), 3)]
+    assert batches == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
 
 
 @pytest.mark.slow
-def test_workers_that_persist_serve_the_ranks_of_their_epoch(group: Group) -> None:
-    """Also where the ranks change between two epochs."""
+def test_persistent_workers_follow_a_change_of_ranks(group: Group) -> None:
     options = {"num_workers": 1, "persistent_workers": True, "rank": "auto"}
     with Loader(Plain(9), 3, fetch="workers", **options) as loader:
         assert [listed(batch) for batch in loader] == [[1, 4, 7]]
@@ -322,13 +321,13 @@ STREAM = from_iterable(range(9))
 
 
 @pytest.mark.parametrize("tail", ["drop", "pad"])
-def test_a_tail_is_no_rank(tail: Any) -> None:
-    """Without ranks, the order is torch's under every tail."""
+def test_a_tail_without_ranks_changes_no_order(tail: Any) -> None:
+    """The order is torch's."""
     torch.manual_seed(0)
     expected = list(Loader(Numbers(9), None, shuffle=True))
     torch.manual_seed(0)
-    found = list(Loader(Numbers(9), None, shuffle=True, tail=tail))
-    assert expected == [one[0] if tail == "pad" else one for one in found]
+    batches = list(Loader(Numbers(9), None, shuffle=True, tail=tail))
+    assert expected == [batch[0] if tail == "pad" else batch for batch in batches]
 
 
 def _named(value: object) -> str:
@@ -357,10 +356,10 @@ def _named(value: object) -> str:
     ],
     ids=_named,
 )
-def test_the_warning(
+def test_repeating_all_samples_on_each_rank_warns(
     dataset: Any, options: dict[str, Any], warns: bool, group: Group
 ) -> None:
-    """Once for each loader, when it is iterated; not on one rank."""
+    """Each loader warns once, when it is iterated."""
     for is_up, world_size in ((False, 3), (True, 1), (True, 3)):
         group.is_up, group.world_size = is_up, world_size
         group.rank = min(group.rank, world_size - 1)
@@ -372,13 +371,13 @@ def test_the_warning(
                 iter(loader).close()
         expected = [ALL_ALIKE] if warns and is_up and world_size == 3 else []
         assert [
-            str(one.message)[18:].partition(" of them")[0] for one in caught
+            str(warning.message)[18:].partition(" of them")[0] for warning in caught
         ] == expected
-        assert all(one.filename == __file__ for one in caught)
+        assert all(warning.filename == __file__ for warning in caught)
 
 
-def test_two_deals(group: Group) -> None:
-    """Half the data of each rank, with a sampler that deals too: refused."""
+def test_splitting_the_samples_twice_is_refused(group: Group) -> None:
+    """Each rank would get a part of a part: by a sampler, or by ``shard``."""
     data: Any = range(12)
     sampler: Any = DistributedSampler(data, 3, 1)
     numbers = {"rank": 1, "world_size": 3}
@@ -407,13 +406,13 @@ def test_two_deals(group: Group) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tail", "last", "other"), [("drop", (0, 2), (0, 3)), ("uneven", (0, 3), (2, 3))]
+    ("tail", "last", "shorter"), [("drop", (0, 2), (0, 3)), ("uneven", (0, 3), (2, 3))]
 )
-def test_a_rank_that_has_a_batch_less(tail: str, last: Any, other: Any) -> None:
-    """For it, the epoch is over where another rank has had its last batch."""
+def test_the_epoch_is_over_for_a_short_rank(tail: str, last: Any, shorter: Any) -> None:
+    """Another rank's state after its last batch ends the epoch for it."""
     first, second = (
         Loader(Numbers(38), 12 // ranks, rank=rank, world_size=ranks, tail=tail)
-        for rank, ranks in (last, other)
+        for rank, ranks in (last, shorter)
     )
     iterator = iter(first)
     assert len([next(iterator) for _ in range(len(first))]) == len(second) + 1
@@ -442,12 +441,12 @@ def of_stream(dataset: Any, ranks: int) -> list[Any]:
 
 
 def samples(loaders: list[Any]) -> list[str]:
-    """Return what these loaders deliver."""
+    """Return all samples of these loaders."""
     return [sample for loader in loaders for batch in loader for sample in batch]
 
 
-def test_states_of_other_moments_are_refused(shards: list[str]) -> None:
-    """And those of a part of the ranks."""
+def test_states_of_different_moments_are_not_merged(shards: list[str]) -> None:
+    """States of some of the ranks are not merged, either."""
     ranks = of_stream(TextDataset(shards).readers(24), 2)
     states = [left_at(loader, count) for count, loader in enumerate(ranks, 1)]
     with pytest.raises(StateMismatchError, match="not of one run and one moment"):
@@ -458,13 +457,13 @@ def test_states_of_other_moments_are_refused(shards: list[str]) -> None:
         merge_states([])
 
 
-# -- workers that read, and layouts -----------------------------------------------
+# -- workers that read, and layouts of readers ------------------------------------
 
 
 @pytest.mark.filterwarnings("ignore:(.*take turns at|This DataLoader will create)")
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_workers_in_mid_round(ranks: int, shards: list[str]) -> None:
-    """Two of three are a batch behind: only three workers continue, on any ranks."""
+def test_only_as_many_workers_resume_mid_round(ranks: int, shards: list[str]) -> None:
+    """Two of three workers have delivered one batch less; the ranks may change."""
     stream = TextDataset(shards)
 
     def made(ranks: int, workers: int = 3) -> Any:
@@ -472,10 +471,10 @@ def test_workers_in_mid_round(ranks: int, shards: list[str]) -> None:
         return of_ranks(stream, ranks, 4 // ranks, collate_fn=list, **options)
 
     (loader,) = made(1)
-    found, state = next(iter(loader)), merge_states([saved(loader)])
+    delivered, state = next(iter(loader)), merge_states([saved(loader)])
     loader.close()
-    found += samples([loaded(loader, state) for loader in made(ranks)])
-    assert len(found) == len({*found}) == 24 * 11 - 2
+    delivered += samples([loaded(loader, state) for loader in made(ranks)])
+    assert len(delivered) == len({*delivered}) == 24 * 11 - 2
     with pytest.raises(StateMismatchError, match=r"3 workers .* after 1 batches: some"):
         made(1, 2)[0].load_state_dict(state)
 
@@ -485,10 +484,10 @@ def test_workers_in_mid_round(ranks: int, shards: list[str]) -> None:
 @pytest.mark.parametrize("readers", [1, 2, 3, 4, 6])
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_layouts_that_iterate_can_be_merged_anywhere(
+def test_layouts_that_iterate_merge_after_any_batch(
     readers: int, ranks: int, size: int, tmp_path: Path
 ) -> None:
-    """Shards as uneven as can be; the others are refused before the first batch."""
+    """Other layouts raise before the first batch; the shards are very uneven."""
     for shard in range(6):
         text = "".join(f"{shard}-{row}\n" for row in range(2 + 7 * (shard % 3)))
         (tmp_path / f"{shard}.txt").write_text(text)
@@ -499,16 +498,16 @@ def test_layouts_that_iterate_can_be_merged_anywhere(
             iter(made[0])
         return
     iterators = [iter(loader) for loader in made]
-    while [one for one in [next(one, None) for one in iterators] if one is not None]:
+    while [b for b in [next(it, None) for it in iterators] if b is not None]:
         merge_states([loader.state_dict() for loader in made])
 
 
 @pytest.mark.filterwarnings("ignore:.*take turns at:UserWarning")
 @pytest.mark.parametrize("size", [1, 2])
-def test_layouts_whose_readers_end_together(size: int) -> None:
-    """They iterate: no batch is empty before the end."""
+def test_layouts_whose_readers_end_together_iterate(size: int) -> None:
+    """No batch is empty before the end."""
     stream = from_iterable(range(9)).readers(3).epoch_length(24)
     made = of_ranks(stream, 2, size)
     iterators = [iter(loader) for loader in made]
-    while [one for one in [next(one, None) for one in iterators] if one is not None]:
+    while [b for b in [next(it, None) for it in iterators] if b is not None]:
         merge_states([loader.state_dict() for loader in made])

@@ -1,4 +1,4 @@
-"""A loader's state: wherever an epoch is left, the rest is the same in every bit."""
+"""A loader's state: wherever an epoch is left, the rest is identical."""
 
 import asyncio
 import pickle
@@ -25,7 +25,7 @@ Make = Callable[..., DataLoader[Any]]
 
 
 def make(dataset: Any, *arguments: Any, **options: Any) -> Make:
-    """Return what makes such a loader; more options change it."""
+    """Return a function that makes such a loader, with further options."""
     return lambda **more: Loader(dataset, *arguments, **options, **more)
 
 
@@ -57,28 +57,27 @@ LOADERS: dict[str, Make] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LOADERS)
-def test_every_k(name: str) -> None:
-    """By ``for``: twice in a row, and the epoch that follows."""
+def test_a_loader_resumes_after_any_batch(name: str) -> None:
+    """By ``for``, also when resumed twice in a row, and in the next epoch."""
     assert_resumes_exactly(LOADERS[name])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LOADERS)
-async def test_every_k_for_tasks(name: str) -> None:
-    """By ``async for``."""
+async def test_async_for_resumes_after_any_batch(name: str) -> None:
     await assert_resumes_exactly_async(LOADERS[name])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in LOADERS if name.startswith("async")])
-async def test_every_k_on_the_callers_loop(name: str) -> None:
-    """By tasks of the loop that also reads."""
+async def test_the_callers_loop_resumes_after_any_batch(name: str) -> None:
+    """The loop of the consumer also reads."""
     await assert_resumes_exactly_async(lambda: LOADERS[name](loop="caller"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("options", "others"),
+    ("options", "rest"),
     [
         ({}, THREADS),
         (THREADS, {"prefetch_factor": 4}),
@@ -88,19 +87,19 @@ async def test_every_k_on_the_callers_loop(name: str) -> None:
     ],
     ids=str,
 )
-def test_other_places(options: dict[str, Any], others: dict[str, Any]) -> None:
-    """What delivers the rest may be another kind of loader."""
+def test_another_loader_resumes(options: dict[str, Any], rest: dict[str, Any]) -> None:
+    """The other loader has different workers, windows or devices."""
     name = "generator"
     assert_resumes_exactly(
-        lambda: LOADERS[name](**options), resume_in=lambda: LOADERS[name](**others)
+        lambda: LOADERS[name](**options), resume_in=lambda: LOADERS[name](**rest)
     )
 
 
-# -- while batches are ready ------------------------------------------------------
+# -- while batches are in flight --------------------------------------------------
 
 
 class Gated:
-    """Numbers; some wait until they are let go, and it is seen what was read."""
+    """Numbers, of which some wait for the gate; records the indices that were read."""
 
     def __init__(self, n: int, closed: set[int] | None = None) -> None:
         self.n = n
@@ -119,8 +118,8 @@ class Gated:
 
 
 @pytest.mark.parametrize("taken", range(1, 7))
-def test_out_of_order(taken: int) -> None:
-    """The first batch comes last: what was delivered before it is not read again."""
+def test_batches_out_of_order_are_not_repeated(taken: int) -> None:
+    """The first batch comes last; those delivered before it count."""
     dataset = Gated(14, closed={0})
     options: dict[str, Any] = {"batch_size": 2, "in_order": False, **THREADS}
     options["num_workers"] = 2
@@ -135,13 +134,13 @@ def test_out_of_order(taken: int) -> None:
     again = Gated(14)
     resumed = loaded(DataLoader(again, **options | {"num_workers": 1}), state)
     delivered += listed(resumed)
-    found = [index for batch in delivered for index in batch]
-    assert sorted(found) == list(range(14))
-    assert sorted(again.read) == sorted(found[2 * taken :])
+    samples = [index for batch in delivered for index in batch]
+    assert sorted(samples) == list(range(14))
+    assert sorted(again.read) == sorted(samples[2 * taken :])
 
 
-async def test_from_a_task_and_a_thread() -> None:
-    """Whoever asks between two batches gets the same state."""
+async def test_tasks_and_threads_get_the_same_state() -> None:
+    """Between two batches, in the consumer, another task or another thread."""
     loader: Any = DataLoader(AsyncMap(20), 2, shuffle=True)
     iterator = aiter(loader)
     for done in range(1, 5):
@@ -156,11 +155,11 @@ async def test_from_a_task_and_a_thread() -> None:
     await iterator.aclose()
 
 
-# -- what frameworks do -----------------------------------------------------------
+# -- calls of frameworks ----------------------------------------------------------
 
 
-def test_set_epoch_again() -> None:
-    """To set the epoch that is resumed changes nothing; another one begins anew."""
+def test_setting_the_resumed_epoch_changes_nothing() -> None:
+    """Setting another epoch starts that one from its beginning."""
     make_loader = make(Numbers(10), 3, sampler=ShuffledIndices(10, 5))
     loader = make_loader()
     loader.set_epoch(4)
@@ -176,8 +175,8 @@ def test_set_epoch_again() -> None:
     assert listed(resumed) == listed(loader)
 
 
-def test_an_iteration_under_way_is_left_alone() -> None:
-    """A state loaded meanwhile is for the next one, and a warning says so."""
+def test_a_state_loaded_mid_epoch_is_for_the_next_one() -> None:
+    """Loading it warns."""
     loader = LOADERS["in order"]()
     iterator, state = begun(loader)
     next(iterator)
@@ -189,14 +188,14 @@ def test_an_iteration_under_way_is_left_alone() -> None:
 
 
 def test_an_empty_state_is_ignored() -> None:
-    """As frameworks save it where there is none."""
+    """Frameworks save an empty state where there is none."""
     loader = LOADERS["in order"]()
     loader.load_state_dict({})
     assert len(listed(loader)) == 4
 
 
 def test_states_are_copies() -> None:
-    """What is done to a state changes no loader, and the other way round."""
+    """Changing a state changes no loader, and vice versa."""
     loader = LOADERS["in order"]()
     iterator, state = begun(loader)
     resumed = loaded(LOADERS["in order"](), state)
@@ -205,8 +204,8 @@ def test_states_are_copies() -> None:
     assert listed(resumed) == listed(iterator)
 
 
-def test_a_batch_that_raised() -> None:
-    """It counts as delivered once another one is."""
+def test_a_failed_batch_counts_after_the_next_one() -> None:
+    """Until then, resuming would read it again."""
     loader: Any = DataLoader(SyncMap(8), 2, transform=refuse_three)
     iterator = iter(loader)
     next(iterator)
@@ -227,24 +226,24 @@ def refuse_three(sample: Any) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_state_loaded_beside_an_iterator_that_has_not_begun(num_workers: int) -> None:
-    """It is for the next one that begins; one with workers has begun with them."""
+def test_a_loaded_state_is_for_the_next_start(num_workers: int) -> None:
+    """An iterator with workers has already started, one without has not."""
     loader = DataLoader(range(8), 2, num_workers=num_workers)
     state = left_at(loader, 1)
     loader = DataLoader(range(8), 2, num_workers=num_workers)
     waiting = iter(loader)
     loader.load_state_dict(state)
-    found = listed(waiting)
-    again = listed(loader)
-    if num_workers:  # it had its workers, and their order, from the beginning
-        assert found == [[0, 1], [2, 3], [4, 5], [6, 7]]
-        assert again == [[2, 3], [4, 5], [6, 7]]
+    first = listed(waiting)
+    second = listed(loader)
+    if num_workers:  # it started its workers, and their order, at ``iter``
+        assert first == [[0, 1], [2, 3], [4, 5], [6, 7]]
+        assert second == [[2, 3], [4, 5], [6, 7]]
     else:
-        assert found == [[2, 3], [4, 5], [6, 7]]
-        assert again == [[0, 1], [2, 3], [4, 5], [6, 7]]
+        assert first == [[2, 3], [4, 5], [6, 7]]
+        assert second == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 
-# -- moments and samplers that a review found ------------------------------------
+# -- unusual moments and samplers -------------------------------------------------
 
 
 def flat(batches: Any) -> list[int]:
@@ -253,7 +252,7 @@ def flat(batches: Any) -> list[int]:
 
 
 def taken(loader: Any, count: int) -> tuple[list[int], Any, list[int]]:
-    """Return the first batches, the state behind them, and the rest."""
+    """Return the samples of ``count`` batches, the state after them, and the rest."""
     iterator = iter(loader)
     first = flat(next(iterator) for _ in range(count))
     state = saved(loader)
@@ -262,8 +261,8 @@ def taken(loader: Any, count: int) -> tuple[list[int], Any, list[int]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["shuffled", "generator", "lazy"])
-async def test_a_state_during_the_first_step(kind: str) -> None:
-    """Its seed and its epoch are those of the order that is about to be delivered."""
+async def test_a_state_saved_during_the_first_step_is_exact(kind: str) -> None:
+    """It has the seed and the epoch of the order that is about to be delivered."""
 
     def make(num_workers: int = 0) -> Any:
         options: Any = {"shuffle": True, "num_workers": num_workers}
@@ -289,8 +288,8 @@ async def test_a_state_during_the_first_step(kind: str) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"prefetch_factor": 2}], ids=str)
-def test_a_start_that_fails_loses_nothing(options: Any) -> None:
-    """The loaded state, and the epoch, are there for another try."""
+def test_a_failed_start_keeps_the_loaded_state(options: Any) -> None:
+    """The next iteration resumes."""
 
     class Shy(list[int]):
         is_ready = False
@@ -302,7 +301,7 @@ def test_a_start_that_fails_loses_nothing(options: Any) -> None:
         def __exit__(self, *_exc: object) -> None:
             pass
 
-    loader = DataLoader(Shy(range(8)), 2, lifespan=lambda one: one, **options)
+    loader = DataLoader(Shy(range(8)), 2, lifespan=lambda data: data, **options)
     _, state, rest = taken(DataLoader(list(range(8)), 2), 2)
     loader.load_state_dict(state)
     with pytest.raises(OSError, match="not yet"):
@@ -311,8 +310,8 @@ def test_a_start_that_fails_loses_nothing(options: Any) -> None:
     assert flat(loader) == rest
 
 
-def test_a_pickled_loader_keeps_what_was_loaded() -> None:
-    """It is a part of what the loader is about to do."""
+def test_a_pickled_loader_keeps_its_loaded_state() -> None:
+    """The copy resumes."""
     _, state, rest = taken(DataLoader(list(range(8)), 2), 1)
     loader = loaded(DataLoader(list(range(8)), 2), state)
     assert flat(pickle.loads(pickle.dumps(loader))) == rest
@@ -321,8 +320,8 @@ def test_a_pickled_loader_keeps_what_was_loaded() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize("kind", ["sampler", "batch_sampler"])
-def test_draws_of_a_plain_iter(kind: str, num_workers: int) -> None:
-    """They come before the base seed, as torch's."""
+def test_samplers_draw_as_in_torch(kind: str, num_workers: int) -> None:
+    """Custom samplers draw before the base seed."""
 
     def epochs(cls: Any) -> list[Any]:
         torch.manual_seed(5)
@@ -330,13 +329,13 @@ def test_draws_of_a_plain_iter(kind: str, num_workers: int) -> None:
         if kind == "batch_sampler":
             options = {"batch_sampler": Grouped()}
         loader = cls(range(N), num_workers=num_workers, **options)
-        return [[torch.as_tensor(one).tolist() for one in loader] for _ in range(3)]
+        return [[torch.as_tensor(batch).tolist() for batch in loader] for _ in range(3)]
 
     assert epochs(DataLoader) == epochs(torch.utils.data.DataLoader)
 
 
 def test_a_sampler_that_fails_ends_no_epoch() -> None:
-    """What was not delivered is not over."""
+    """The state is that after the last delivered batch."""
 
     def failing() -> Iterator[int]:
         yield from range(4)
@@ -356,8 +355,8 @@ def test_a_sampler_that_fails_ends_no_epoch() -> None:
         assert (loader.state_dict()["epoch"], loader.state_dict()["done"]) == (0, 2)
 
 
-def test_one_of_two_threads_resumes() -> None:
-    """The other one reads the whole next epoch, though both have started."""
+def test_only_one_of_two_threads_resumes() -> None:
+    """The other thread reads the whole next epoch, although both have started."""
     barrier, met = threading.Barrier(2), threading.local()
 
     class Meeting(list[int]):
@@ -369,5 +368,5 @@ def test_one_of_two_threads_resumes() -> None:
     resumed = DataLoader(Meeting(range(12)), 3)
     resumed.load_state_dict(left_at(DataLoader(range(12), 3), 2))
     with ThreadPoolExecutor(2) as pool:
-        found = sorted(pool.map(lambda _: flat(resumed), range(2)), key=len)
-    assert found == [[*range(6, 12)], [*range(12)]]
+        epochs = sorted(pool.map(lambda _: flat(resumed), range(2)), key=len)
+    assert epochs == [[*range(6, 12)], [*range(12)]]

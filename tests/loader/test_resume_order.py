@@ -1,4 +1,4 @@
-"""A loader's state under samplers of every kind: the order of the rest is the same."""
+"""Resuming with samplers and iterables of every kind."""
 
 import asyncio
 import json
@@ -43,7 +43,7 @@ DATA: Any = range(N)
 
 
 class Own(BatchSampler):
-    """A subclass: it may do anything."""
+    """A subclass, which might do anything."""
 
 
 class Fixed(Sampler[int]):
@@ -60,7 +60,7 @@ class Fixed(Sampler[int]):
 
 
 class Kept(Sampler[int]):
-    """Has a state, and goes on from it: a dict that it changes later."""
+    """Resumes from its state, a dict that it changes later."""
 
     def __init__(self) -> None:
         self.state = {"place": 0}
@@ -97,7 +97,7 @@ class KeptByIterator(Sampler[int]):
 
 
 class Moving(Fixed):
-    """Has another order each epoch, which is set."""
+    """Has a different order in each epoch, by ``set_epoch``."""
 
     def __init__(self) -> None:
         self.epoch = 0
@@ -106,11 +106,11 @@ class Moving(Fixed):
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[int]:
-        return iter([(one + self.epoch) % N for one in range(7)])
+        return iter([(index + self.epoch) % N for index in range(7)])
 
 
 class Shuffles(Sampler[int]):
-    """Counts its epochs itself, and shuffles by them."""
+    """Counts its epochs itself, and shuffles by their number."""
 
     def __init__(self) -> None:
         self.epoch = 0
@@ -127,7 +127,7 @@ class Shuffles(Sampler[int]):
 
 
 class Wrapping(Shuffles):
-    """A batch sampler around such a sampler, which has the epoch."""
+    """A batch sampler around such a sampler."""
 
     def __init__(self) -> None:
         self.sampler = Shuffles()
@@ -140,17 +140,17 @@ class Wrapping(Shuffles):
 
 
 def sampled(make: Callable[[], Any], **options: Any) -> Callable[[], DataLoader[Any]]:
-    """Return what makes a loader with such a sampler."""
+    """Return a function that makes a loader with such a sampler."""
     arguments: Any = {"batch_size": 3, "rng": "batch", **options}
     return lambda: DataLoader(Drawing(N), sampler=make(), **arguments)
 
 
 def batched(make: Callable[[], Any]) -> Callable[[], DataLoader[Any]]:
-    """Return what makes a loader with such a batch sampler."""
+    """Return a function that makes a loader with such a batch sampler."""
     return lambda: DataLoader(Drawing(N), batch_sampler=make(), rng="sample")
 
 
-# Others are in ``test_resume_draws``.
+# ``test_resume_draws`` has more.
 SAMPLERS: dict[str, Callable[[], DataLoader[Any]]] = {
     "two generators": lambda: DataLoader(
         Drawing(N),
@@ -186,8 +186,8 @@ SAMPLERS: dict[str, Callable[[], DataLoader[Any]]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SAMPLERS)
-def test_every_k(name: str) -> None:
-    """Quietly: twice in a row, and the epoch that follows."""
+def test_samplers_resume_after_any_batch(name: str) -> None:
+    """Without a warning, also when resumed twice in a row, and in the next epoch."""
     assert_resumes_exactly(SAMPLERS[name])
 
 
@@ -206,13 +206,13 @@ def test_every_k(name: str) -> None:
     ],
     ids=["fixed", "list", "lists", "own batches", "moving", "counting", "wrapping"],
 )
-def test_every_k_without_a_state(make: Callable[[], DataLoader[Any]]) -> None:
-    """Samplers that give the same order each time are iterated again."""
+def test_stateless_samplers_resume(make: Callable[[], DataLoader[Any]]) -> None:
+    """Samplers with the same order in each epoch are iterated again."""
     assert_resumes_exactly(make)
 
 
-def test_a_sampler_with_a_state_is_not_iterated_anew() -> None:
-    """It goes on behind what was delivered, though more had been asked of it."""
+def test_a_sampler_with_a_state_is_not_repeated() -> None:
+    """The sampler resumes after the last delivered batch; it was read further."""
     loader: Any = DataLoader(Numbers(N), 2, sampler=Kept(), prefetch_factor=4)
     iterator, state = begun(loader)
     assert state["states"][0]["0"]["sampler"] == {"place": 2}
@@ -224,8 +224,8 @@ def test_a_sampler_with_a_state_is_not_iterated_anew() -> None:
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
-def test_a_billion(shuffle: bool) -> None:
-    """The middle is found at once; only the rest is read; the state stays small."""
+def test_resuming_reads_only_the_rest(shuffle: bool) -> None:
+    """Of a billion samples; the state stays small."""
     n, half = 10**9, 10**8 // 2
 
     def loader_of(dataset: Any) -> Any:
@@ -259,15 +259,15 @@ def test_a_billion(shuffle: bool) -> None:
         ({"sampler": WeightedRandomSampler([1.0] * 10**6, 100)}, 2),
     ],
 )
-def test_a_state_has_some_kilobytes(options: dict[str, Any], generators: int) -> None:
-    """Half a kilobyte, and 3.4 for each generator, whatever the dataset's length."""
+def test_states_are_of_bounded_size(options: dict[str, Any], generators: int) -> None:
+    """Half a kilobyte, plus 3.4 for each generator."""
     loader = DataLoader(range(10**6), 10, **options)
     _, state = begun(loader)
     assert len(json.dumps(state)) < 600 + 3_500 * generators
     loader.close()
 
 
-def test_a_state_has_a_hundred_bytes_for_each_open_shard(tmp_path: Path) -> None:
+def test_a_state_has_a_hundred_bytes_per_open_shard(tmp_path: Path) -> None:
     for shard in range(32):
         (tmp_path / f"{shard:02}.txt").write_text("a\nb\nc\n")
     sizes = {}
@@ -280,11 +280,11 @@ def test_a_state_has_a_hundred_bytes_for_each_open_shard(tmp_path: Path) -> None
     assert sizes[32] - sizes[1] < 31 * 130
 
 
-# -- iterables: their own state if they have one, else a count -------------------------
+# -- iterables, with and without a state -----------------------------------------------
 
 
 class OnBoth(Cursors):
-    """The dataset has a state beside that of its iterator."""
+    """The dataset has a state, and so has its iterator."""
 
     part = 3
 
@@ -296,7 +296,7 @@ class OnBoth(Cursors):
 
 
 class OnItself(Cursor):
-    """Dataset and iterator in one, which begins anew when it is iterated."""
+    """Dataset and iterator in one; starts again once it is exhausted."""
 
     def __iter__(self) -> "OnItself":
         if self.place == len(self.numbers):
@@ -305,7 +305,7 @@ class OnItself(Cursor):
 
 
 class OnAsync(Remembered):
-    """The dataset has a state, for a loop."""
+    """An async dataset with a state."""
 
     __iter__ = None  # type: ignore[assignment]
 
@@ -316,7 +316,7 @@ class OnAsync(Remembered):
 
 
 class StreamedAsync(Streamed):
-    """It keeps a loaded state as the start of its epoch, for a loop."""
+    """Async; a loaded state remains the start of its epoch."""
 
     __iter__ = None  # type: ignore[assignment]
 
@@ -341,7 +341,7 @@ class OnDataset(Cursors):
 
 
 class Again:
-    """Iterable, and nothing else."""
+    """Only iterable."""
 
     def __init__(self, n: int) -> None:
         self.items = [*range(n)]
@@ -367,7 +367,7 @@ PLAIN: dict[str, Callable[[int], Any]] = {
     "chain": lambda n: ChainDataset([SyncStream(3), AsyncStream(n)]),  # type: ignore[list-item]
     "list iterator": Again,
 }
-# Only its iterators have a state: it may count epochs.
+# Only its iterators have a state, so the dataset might count epochs.
 COUNTS = pytest.mark.filterwarnings("ignore:Cursors has no state_dict:UserWarning")
 EVERY_LOADING = given(
     n=st.integers(0, 12),
@@ -388,8 +388,10 @@ def check(make: Callable[[int], Any], n: int, size: Any, options: Any) -> None:
 @pytest.mark.parametrize("name", STATEFUL)
 @settings(max_examples=settings().max_examples // 8)
 @EVERY_LOADING
-def test_states(name: str, n: int, size: Any, drop_last: bool, factor: Any) -> None:
-    """Torchdata's protocol; the loaded state applies once."""
+def test_stateful_iterables_resume(
+    name: str, n: int, size: Any, drop_last: bool, factor: Any
+) -> None:
+    """By torchdata's protocol; a loaded state applies once."""
     check(STATEFUL[name], n, size, {"drop_last": drop_last, "prefetch_factor": factor})
 
 
@@ -398,31 +400,31 @@ def test_states(name: str, n: int, size: Any, drop_last: bool, factor: Any) -> N
 @pytest.mark.parametrize("name", PLAIN)
 @settings(max_examples=settings().max_examples // 8)
 @EVERY_LOADING
-def test_reading_again(
+def test_stateless_iterables_are_read_again(
     name: str, n: int, size: Any, drop_last: bool, factor: Any
 ) -> None:
-    """Without a state, what was delivered is read again and dropped."""
+    """Samples that were delivered are dropped."""
     check(PLAIN[name], n, size, {"drop_last": drop_last, "prefetch_factor": factor})
 
 
 @pytest.mark.slow
 @COUNTS
 @pytest.mark.parametrize("name", STATEFUL)
-async def test_states_for_tasks(name: str) -> None:
-    """By ``async for``, which reads ahead."""
+async def test_stateful_iterables_resume_by_async_for(name: str) -> None:
+    """Samples are prefetched meanwhile."""
     await assert_resumes_exactly_async(lambda: DataLoader(STATEFUL[name](11), 2))
 
 
 @pytest.mark.slow
-def test_states_of_a_worker() -> None:
-    """The epoch is set on the dataset before it is sent there."""
+def test_a_stateful_iterable_resumes_in_a_worker() -> None:
+    """The epoch is set on the dataset before it is sent to the worker."""
     assert_resumes_exactly(lambda: DataLoader(OnDataset(11), 4, num_workers=1))
 
 
 @REPEATED
 @pytest.mark.parametrize("rng", ["batch", "sample"])
-def test_draws_of_a_transform(rng: Any) -> None:
-    """Random transforms are what they would have been."""
+def test_random_transforms_resume_exactly(rng: Any) -> None:
+    """For ``rng="batch"`` and ``rng="sample"``."""
     assert_resumes_exactly(
         lambda: DataLoader(SyncStream(9), 2, transform=draw, rng=rng)
     )
@@ -440,8 +442,8 @@ def test_draws_of_a_transform(rng: Any) -> None:
     ],
     ids=["sync", "async", "sampler"],
 )
-def test_one_warning(make: Callable[[], Any], words: str) -> None:
-    """It tells how many samples are read again, or how many batches are dropped."""
+def test_reading_again_warns_once(make: Callable[[], Any], words: str) -> None:
+    """The warning has the number of samples read again, or of batches dropped."""
     resumed = loaded(make(), left_at(make(), 1))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -452,7 +454,7 @@ def test_one_warning(make: Callable[[], Any], words: str) -> None:
     assert words in str(warning.message)
 
 
-# -- in torch.distributed.checkpoint, which restores known keys only -------------------
+# -- torch.distributed.checkpoint, which restores known keys only ----------------------
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:torch.distributed is (unavailable|disabled)"
@@ -460,7 +462,7 @@ pytestmark = pytest.mark.filterwarnings(
 
 
 class Counting(Dataset[int]):
-    """Its state has other keys with each sample, and a tensor."""
+    """Its state gets a new key, and a tensor, with each sample."""
 
     def __init__(self) -> None:
         self.read: dict[str, Any] = {}
@@ -480,13 +482,13 @@ class Counting(Dataset[int]):
 
 
 def shuffled() -> Any:
-    """Return a loader that draws from a generator."""
+    """Return a loader that shuffles by a generator."""
     generator = torch.Generator().manual_seed(4)
     return DataLoader(range(23), 3, shuffle=True, generator=generator)
 
 
 def streamed() -> Any:
-    """Return a loader of a stream that is shuffled."""
+    """Return a loader of a shuffled stream."""
     return DataLoader(from_iterable(range(23)).shuffle(9), 3)
 
 
@@ -496,15 +498,15 @@ def counted() -> Any:
 
 
 def fresh() -> Any:
-    """Return a loader whose order is drawn from no generator of ours."""
+    """Return a loader that shuffles by the default generator."""
     return DataLoader(range(23), 3, shuffle=True)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("taken", [0, 4, 8, 9])
 @pytest.mark.parametrize("make", [shuffled, streamed, counted, fresh])
-def test_a_checkpoint(make: Any, taken: int, tmp_path: Path) -> None:
-    """The loader is given as it is; the rest is the same, and so is the model."""
+def test_checkpoints_restore_loaders(make: Any, taken: int, tmp_path: Path) -> None:
+    """Loader and model are passed as they are."""
     loader, model = make(), nn.Linear(1, 1)
     iterator = iter(loader)
     for _ in range(taken):
@@ -512,21 +514,21 @@ def test_a_checkpoint(make: Any, taken: int, tmp_path: Path) -> None:
     saved = {"model": model.state_dict(), "loader": loader}
     save(saved, checkpoint_id=tmp_path, no_dist=True)
     rest = [batch.tolist() for batch in (iterator if taken < 9 else loader)]
-    again, other = make(), nn.Linear(1, 1)
-    restored = {"model": other.state_dict(), "loader": again}
+    resumed, restored_model = make(), nn.Linear(1, 1)
+    restored = {"model": restored_model.state_dict(), "loader": resumed}
     load(restored, checkpoint_id=tmp_path, no_dist=True)
     is_drawn = make is fresh and taken in {0, 9}
-    found = [batch.tolist() for batch in again]
-    assert is_drawn or found == rest
-    assert torch.equal(other.weight, model.weight)
+    batches = [batch.tolist() for batch in resumed]
+    assert is_drawn or batches == rest
+    assert torch.equal(restored_model.weight, model.weight)
 
 
 @pytest.mark.parametrize("make", [shuffled, streamed, counted])
-def test_keys(make: Any) -> None:
-    """They are the same at every moment."""
+def test_the_keys_of_a_state_never_change(make: Any) -> None:
+    """From before the first batch until after the last one."""
     loader = make()
     states = [loader.state_dict(), *(loader.state_dict() for _ in loader)]
     states.append(loader.state_dict())
-    found = [flatten_state_dict(state)[0].keys() for state in states]
-    assert len(found) == 10
-    assert all(keys == found[0] for keys in found)
+    all_keys = [flatten_state_dict(state)[0].keys() for state in states]
+    assert len(all_keys) == 10
+    assert all(keys == all_keys[0] for keys in all_keys)

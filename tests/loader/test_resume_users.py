@@ -1,4 +1,4 @@
-"""Resuming users' datasets and samplers: what they keep between epochs."""
+"""Resuming users' datasets and samplers that keep something between epochs."""
 
 import os
 import random
@@ -32,15 +32,15 @@ Loader: Any = DataLoader
 A: Any = range(10)
 
 
-# -- a loaded state that the dataset keeps -----------------------------------------
+# -- datasets that keep a loaded state ---------------------------------------------
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [Streamed, Started, Kept])
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("taken", [1, 3])
-def test_several_epochs(make: Callable[[int], Any], workers: int, taken: int) -> None:
-    """In workers that persist too, and where one loader loads twice."""
+def test_a_loaded_state_applies_once(make: Any, workers: int, taken: int) -> None:
+    """Even if a loader loads twice, and in persistent workers."""
     options = {"num_workers": workers, "persistent_workers": workers > 0}
     with Loader(make(12), 2, **options) as loader:
         whole = listed(loader)
@@ -53,8 +53,8 @@ def test_several_epochs(make: Callable[[int], Any], workers: int, taken: int) ->
 
 @pytest.mark.parametrize("options", [{}, {"prefetch_factor": 2}], ids=str)
 @pytest.mark.parametrize("make", [Epochs, Postponed])
-def test_datasets_that_count_epochs(make: Callable[[], Any], options: Any) -> None:
-    """Their loaded state is gone once it was applied: it is not loaded again."""
+def test_epoch_counting_datasets_resume(make: Callable[[], Any], options: Any) -> None:
+    """A loaded state is applied once, and not in the next epoch."""
     loader = Loader(make(), 5, **options)
     first, second = listed(loader), listed(loader)
     assert first != second
@@ -62,7 +62,7 @@ def test_datasets_that_count_epochs(make: Callable[[], Any], options: Any) -> No
     assert [listed(resumed), listed(resumed)] == [listed(loader), listed(loader)]
 
 
-# -- epochs that are kept on a part of the user's ---------------------------------
+# -- epochs of users' datasets and samplers ---------------------------------------
 
 
 class ByEpoch(Numbers):
@@ -80,17 +80,17 @@ class ByEpoch(Numbers):
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [Streamed, ByEpoch])
 @pytest.mark.parametrize("workers", [0, 1])
-def test_epochs_that_are_set(make: Callable[[], Any], workers: int) -> None:
-    """On the dataset, not by the loader: a resumed script need not repeat it."""
+def test_the_datasets_epoch_is_restored(make: Callable[[], Any], workers: int) -> None:
+    """A resumed script need not set it again."""
     dataset = make()
     loader = Loader(dataset, 4, num_workers=workers)
     listed(loader)
     dataset.set_epoch(3)
     state = left_at(loader, 1)
     resumed = loaded(Loader(make(), 4, num_workers=workers), state)
-    found = listed(resumed)
-    assert found == [[304, 305, 306, 307], [308, 309]]
-    assert listed(resumed) == [[300, 301, 302, 303], *found]
+    rest = listed(resumed)
+    assert rest == [[304, 305, 306, 307], [308, 309]]
+    assert listed(resumed) == [[300, 301, 302, 303], *rest]
 
 
 @pytest.mark.parametrize("begins", [False, True])
@@ -105,10 +105,10 @@ def test_epochs_that_are_set(make: Callable[[], Any], workers: int) -> None:
     ],
     ids=["map", "iterable", "distributed", "keyed", "keyed batches"],
 )
-def test_the_epoch_that_the_user_sets_next(
+def test_an_epoch_set_after_loading_is_kept(
     make: Callable[[], Any], sets: bool, begins: bool
 ) -> None:
-    """Between two epochs, the number that is set after loading counts, and is saved."""
+    """The number wins over the loaded state, and is saved."""
     loader = make()
     listed(loader)
     resumed = loaded(make(), saved(loader))
@@ -121,17 +121,17 @@ def test_the_epoch_that_the_user_sets_next(
 
 
 def test_no_epoch_is_set_without_a_state() -> None:
-    """As in torch: the loader does not number the epochs of a dataset."""
+    """As in torch, the loader does not number the epochs of a dataset."""
     loader = Loader(Streamed(), 5)
     assert listed(loader) == listed(loader)
     assert loader.dataset.epoch == 0
 
 
-# -- what has no state ------------------------------------------------------------
+# -- datasets and samplers without a state ----------------------------------------
 
 
 class Counter:
-    """Each epoch continues after the one before."""
+    """Each epoch continues after the last one."""
 
     def __init__(self) -> None:
         self.number = 0
@@ -150,7 +150,7 @@ class Drawing:
 
 
 class Counting(Sampler[int]):
-    """Shuffles by its epoch, which nobody can set."""
+    """Shuffles by its epoch, which cannot be set."""
 
     count = 0
 
@@ -163,7 +163,7 @@ class Counting(Sampler[int]):
 
 
 class Seeded(Counting):
-    """Draws from a generator of Python's."""
+    """Draws from its own ``random.Random``."""
 
     def __init__(self) -> None:
         self.random = random.Random(1)
@@ -192,7 +192,7 @@ def shuffled() -> Any:
 
 
 def many(folder: Path) -> Any:
-    """Return a shuffled stream."""
+    """Return a shuffled stream of eight numbers."""
     for shard in range(4):
         (folder / f"{shard}.txt").write_text(f"{shard}0\n{shard}1\n")
     return TextDataset("*.txt", store=folder, shuffle=True).map(int)
@@ -235,17 +235,17 @@ def warnings_of(make: Callable[[], dict[str, Any]], epochs: int, taken: int) -> 
     state = left_at(loader, taken) if taken else saved(loader)
     resumed = Loader(**make())
     with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", UserWarning)  # and not of a fork
+        warnings.simplefilter("always", UserWarning)  # not those of a fork
         resumed.load_state_dict(state)
         listed(resumed), listed(resumed)
-    return [str(one.message) for one in caught]
+    return [str(warning.message) for warning in caught]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("taken", [0, 1])
 @pytest.mark.parametrize("name", LOST)
-def test_one_warning(name: str, taken: int) -> None:
-    """Where resuming cannot be known to be exact, also between two epochs."""
+def test_inexact_resuming_warns_once(name: str, taken: int) -> None:
+    """Also between two epochs."""
     (message,) = warnings_of(LOST[name], 1, taken)
     assert "correct only if" in message
     assert warnings_of(LOST[name], 0, 0) == []
@@ -254,22 +254,22 @@ def test_one_warning(name: str, taken: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", KNOWN)
 @pytest.mark.parametrize(("epochs", "taken"), [(1, 0), (2, 0), (1, 1)])
-def test_no_warning(name: str, epochs: int, taken: int) -> None:
-    """Where the epochs are the same, or their number is restored."""
+def test_exact_resuming_does_not_warn(name: str, epochs: int, taken: int) -> None:
+    """All epochs are the same, or their number is restored."""
     assert warnings_of(KNOWN[name], epochs, taken) == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("make", "taken"), [(Counter, 0), (Cursors, 0), (Cursors, 1)])
-def test_no_warning_for_copies_in_new_workers(make: Any, taken: int) -> None:
-    """Each epoch starts from the dataset of this process, which did not change."""
+def test_copies_in_new_workers_resume_without_a_warning(make: Any, taken: int) -> None:
+    """Each epoch starts from this process's dataset, which does not change."""
     options = {"dataset": make(), "num_workers": 1}
     assert warnings_of(lambda: options, 2, taken) == []
 
 
 @pytest.mark.parametrize("taken", [0, 1])
-def test_an_inner_stream(taken: int, tmp_path: Path) -> None:
-    """It is in the epoch of the outer one, in a new process too."""
+def test_an_inner_stream_follows_the_outer_epoch(taken: int, tmp_path: Path) -> None:
+    """In a new process, too."""
 
     def make() -> Any:
         return Loader(from_async_iterable(many(tmp_path)), 4)
@@ -284,27 +284,27 @@ def test_an_inner_stream(taken: int, tmp_path: Path) -> None:
     assert [listed(resumed), listed(resumed)] == [whole[0][taken:], whole[1]]
 
 
-def test_an_inner_stream_in_workers(tmp_path: Path) -> None:
-    """The outer one shares its samples among workers, and it does not once more."""
+def test_workers_do_not_split_an_inner_stream(tmp_path: Path) -> None:
+    """Only the outer stream is split among workers."""
     options = {"num_workers": 2, "fetch": "workers"}
     with Loader(from_async_iterable(many(tmp_path)), 2, **options) as loader:
-        found = [sample for batch in listed(loader) for sample in batch]
-    assert sorted(found) == [0, 1, 10, 11, 20, 21, 30, 31]
+        samples = [sample for batch in listed(loader) for sample in batch]
+    assert sorted(samples) == [0, 1, 10, 11, 20, 21, 30, 31]
 
 
-def test_the_epoch_of_a_source() -> None:
-    """``from_iterable`` sets it: the order does not depend on the process."""
+def test_from_iterable_sets_the_epoch_of_its_source() -> None:
+    """The order does not depend on the process."""
     loader = Loader(from_iterable(Streamed(4)), 4)
     assert listed(loader) == [[0, 1, 2, 3]]
     assert listed(loader) == [[100, 101, 102, 103]]
 
 
-# -- nothing is left --------------------------------------------------------------
+# -- too few samples --------------------------------------------------------------
 
 
 @pytest.mark.parametrize("options", [{}, {"prefetch_factor": 2}], ids=str)
-def test_an_epoch_that_starts_at_the_end(options: dict[str, Any]) -> None:
-    """Its state is that of the end of the previous one, and nothing else is known."""
+def test_a_resumed_epoch_without_samples_raises(options: dict[str, Any]) -> None:
+    """The dataset kept the state of the previous epoch's end."""
     loader = Loader(Started(), 3, **options)
     listed(loader)
     resumed = loaded(Loader(Started(), 3, **options), loader.state_dict())
@@ -314,8 +314,8 @@ def test_an_epoch_that_starts_at_the_end(options: dict[str, Any]) -> None:
 
 @REPEATED
 @pytest.mark.parametrize("workers", [0, 1])
-def test_fewer_samples_than_were_delivered(workers: int) -> None:
-    """A dataset that is read again must have them."""
+def test_resuming_a_dataset_that_shrank_raises(workers: int) -> None:
+    """The dataset has fewer samples than were delivered."""
     state = left_at(Loader(Plain(10), 3, num_workers=workers), 3)
     resumed = loaded(Loader(Plain(8), 3, num_workers=workers), state)
     with pytest.raises(ShardChangedError, match="ended after 8 samples"):
@@ -323,20 +323,20 @@ def test_fewer_samples_than_were_delivered(workers: int) -> None:
 
 
 @REPEATED
-def test_an_iterator_as_dataset() -> None:
-    """It cannot be read again."""
+def test_resuming_an_iterator_raises() -> None:
+    """An iterator cannot be read again."""
     loader = Loader(iter(range(10)), 4)
     loader.load_state_dict(left_at(loader, 2))
     with pytest.raises(TypeError, match="was read before, and this epoch would lack"):
         listed(loader)
 
 
-# -- what torchdata 0.11 gives ---------------------------------------------------------
+# -- as in torchdata 0.11 --------------------------------------------------------------
 
 
 @pytest.mark.slow
-def test_readers_that_have_ended() -> None:
-    """A dataset that begins anew at its end is not read twice in an epoch."""
+def test_readers_that_have_ended_are_not_read_again() -> None:
+    """Their dataset starts again at its end."""
     state = left_at(Loader(Kept(5), 2, num_workers=2), 2)
     resumed = Loader(Kept(5), 2, num_workers=2)
     assert rest_of(resumed, state) == [[4]]
@@ -348,8 +348,8 @@ def test_readers_that_have_ended() -> None:
 
 
 @pytest.mark.slow
-def test_copies_of_a_dataset() -> None:
-    """Each worker's state is that behind its latest delivered batch."""
+def test_each_copy_of_a_dataset_resumes_its_state() -> None:
+    """Each worker's state is that after its latest delivered batch."""
     state = left_at(Loader(Counted(), 3, num_workers=2), 3)
     assert state["datasets"][0] == {"0": {"read": 6}, "1": {"read": 3}}
     assert rest_of(Loader(Counted(), 3, num_workers=2), state) == [[409]]
@@ -361,16 +361,15 @@ def test_copies_of_a_dataset() -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 @pytest.mark.parametrize("num_workers", [0, 1, 3])
-def test_other_copies(num_workers: int) -> None:
-    """Other workers get the state of the one that made the last delivered batch."""
+def test_other_workers_get_the_latest_state(num_workers: int) -> None:
+    """The state of the worker that made the last delivered batch."""
     state = left_at(Loader(Counted(), 3, num_workers=2), 3)
     resumed = Loader(Counted(), 3, num_workers=num_workers)
     assert rest_of(resumed, state) == [[709]]
 
 
 @pytest.mark.parametrize("options", [{}, {"prefetch_factor": 3}], ids=str)
-def test_the_loaders_own_dataset(options: dict[str, Any]) -> None:
-    """What was read ahead does not count."""
+def test_prefetched_samples_do_not_count(options: dict[str, Any]) -> None:
     state = left_at(Loader(Counted(), 3, **options), 2)
     assert state["datasets"][0] == {"loader": {"read": 6}}
     rest = [[706, 807, 908], [1009]]
@@ -378,7 +377,7 @@ def test_the_loaders_own_dataset(options: dict[str, Any]) -> None:
 
 
 class Mortal(Counted):
-    """Its first copy dies once."""
+    """One copy kills its process, once."""
 
     def __init__(self, mark: str) -> None:
         super().__init__()
@@ -391,11 +390,10 @@ class Mortal(Counted):
         return super().__getitem__(index)
 
 
-def test_a_copy_that_dies(tmp_path: Any) -> None:
-    """Its successor goes on in the state that the dead one's was in."""
+def test_a_replacement_continues_a_dead_copy(tmp_path: Any) -> None:
     loader = Loader(Mortal(str(tmp_path / "dead")), 3, num_workers=2)
-    found = listed(loader)
-    assert found == [[100, 201, 302], [103, 204, 305], [406, 507, 608], [409]]
+    batches = listed(loader)
+    assert batches == [[100, 201, 302], [103, 204, 305], [406, 507, 608], [409]]
 
 
 # -- iterables ---------------------------------------------------------------------
@@ -403,8 +401,8 @@ def test_a_copy_that_dies(tmp_path: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_before_the_first_batch(num_workers: int) -> None:
-    """The dataset's own state is kept: of each reader, until it has delivered."""
+def test_a_state_before_the_first_batch_is_exact(num_workers: int) -> None:
+    """Each reader has the dataset's own state until it has delivered a batch."""
     dataset = Kept(12)
     dataset.place = 2
     loader = Loader(dataset, 3, num_workers=num_workers)
@@ -418,8 +416,8 @@ def test_before_the_first_batch(num_workers: int) -> None:
 
 
 @pytest.mark.parametrize("every", [0, 3, None])
-def test_snapshots(every: Any) -> None:
-    """Torchdata's argument is accepted; a state is that after each batch anyway."""
+def test_snapshot_every_n_steps_is_ignored(every: Any) -> None:
+    """Torchdata's argument is accepted, and states are always exact."""
     options = {"batch_size": 2, "snapshot_every_n_steps": every}
     state = left_at(Loader(Cursors(), **options), 3)
     assert state["states"][0]["0"]["iterator"]["place"] == 6

@@ -1,4 +1,4 @@
-"""A state that does not belong to the loader is refused, and the refusal names both."""
+"""A state that does not belong to the loader is refused, with both in the error."""
 
 import copy
 import json
@@ -46,7 +46,7 @@ def grouped(batches: Any, **options: Any) -> Any:
 
 
 STREAMS: dict[str, Any] = {"iterable": SyncStream, "async iterable": AsyncStream}
-# What makes a loader of a value, two values, and what is said of them.
+# A function that makes a loader of a value, two values, and the error message.
 Case = tuple[Callable[[Any], Any], tuple[Any, Any], str]
 CASES: dict[str, Case] = {
     "length": (
@@ -91,7 +91,7 @@ CASES: dict[str, Case] = {
         "a sampler of 50 indices, but the loader has a sampler of 60",
     ),
     "replacement": (
-        lambda one: numbers(9, sampler=RandomSampler(range(9), replacement=one)),
+        lambda flag: numbers(9, sampler=RandomSampler(range(9), replacement=flag)),
         (False, True),
         "with replacement=False of the sampler, but the loader has replacement=True",
     ),
@@ -106,7 +106,7 @@ CASES: dict[str, Case] = {
         "the seed 1 of the sampler, but the loader has the seed 2",
     ),
     "distributed shuffle": (
-        lambda one: grouped(BatchSampler(DistributedSampler(A, 1, 0, one), 2, True)),
+        lambda flag: grouped(BatchSampler(DistributedSampler(A, 1, 0, flag), 2, True)),
         (False, True),
         "with shuffle=False of the sampler, but the loader has shuffle=True",
     ),
@@ -147,17 +147,17 @@ CASES: dict[str, Case] = {
 
 @pytest.mark.parametrize("delivered", [0, 1])
 @pytest.mark.parametrize("name", CASES)
-def test_mismatches(name: str, delivered: int) -> None:
-    """At once, also between epochs; the loader is as it was."""
-    make, (expected, found), what = CASES[name]
-    loader, other = make(expected), make(found)
+def test_a_state_of_another_loader_is_refused(name: str, delivered: int) -> None:
+    """At once, also between epochs; the loader does not change."""
+    make, (expected, actual), message = CASES[name]
+    loader, target = make(expected), make(actual)
     iterator, state = begun(loader, delivered)
     state = state if delivered else make(expected).state_dict()
-    before = other.state_dict()
-    with pytest.raises(StateMismatchError, match=what) as caught:
-        other.load_state_dict(state)
-    assert (caught.value.expected, caught.value.found) == (expected, found)
-    assert other.state_dict() == before
+    before = target.state_dict()
+    with pytest.raises(StateMismatchError, match=message) as caught:
+        target.load_state_dict(state)
+    assert (caught.value.expected, caught.value.found) == (expected, actual)
+    assert target.state_dict() == before
     iterator.close()
 
 
@@ -177,7 +177,7 @@ def mixture(weight: int) -> Any:
 
 
 WEIGHTS = [1.0] * 9 + [0.0] * 9
-# Samplers, equal ones, and others.
+# Samplers, equal ones, and different ones.
 CONTENTS: dict[str, tuple[Any, Any, Any]] = {
     "indices": (
         lambda: subset(range(9)),
@@ -220,22 +220,22 @@ def sampled(sampler: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", CONTENTS)
-def test_samplers_of_other_indices_or_weights(name: str) -> None:
-    """Refused within an epoch; the next one is drawn from those of then."""
+def test_a_state_of_another_sampler_is_refused_mid_epoch(name: str) -> None:
+    """Between epochs, the state of a different sampler is accepted."""
     make, make_equal, make_other = CONTENTS[name]
     loader = sampled(make())
     iterator, state = begun(loader)
-    equal, other = sampled(make_equal()), sampled(make_other())
+    equal, different = sampled(make_equal()), sampled(make_other())
     equal.load_state_dict(state)
     assert listed(equal) == listed(iterator)
     words = r"checksum \d+, but .*; set them as they were at the start|drop_last=False,"
     with pytest.raises(StateMismatchError, match=words):
-        other.load_state_dict(state)
-    other.load_state_dict(sampled(make()).state_dict())
+        different.load_state_dict(state)
+    different.load_state_dict(sampled(make()).state_dict())
 
 
-def test_weights_that_change_within_an_epoch() -> None:
-    """They are for the next one: the order of this one is known."""
+def test_weights_may_change_within_an_epoch() -> None:
+    """The new weights are for the next epoch; this one's order is saved."""
     sampler = weighted(WEIGHTS)
     loader = sampled(sampler)
     iterator = iter(loader)
@@ -245,8 +245,8 @@ def test_weights_that_change_within_an_epoch() -> None:
 
 
 @pytest.mark.parametrize("indices", [["a", "b"], [None], [2**70]], ids=repr)
-def test_indices_that_are_no_numbers(indices: Any) -> None:
-    """They are not compared, and iterated as in torch."""
+def test_indices_that_are_no_numbers_are_not_compared(indices: Any) -> None:
+    """Such indices work as in torch."""
     keys = dict.fromkeys([*indices, "c", "d"], 1)
     loader = Loader(keys, 1, sampler=subset([*indices, "c"]))
     iterator = iter(loader)
@@ -319,28 +319,28 @@ def saved(name: str) -> str:
 
 
 def places(state: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield what holds each part, and its key there."""
+    """Yield the holder and the key of each part of a state."""
     for key in state if isinstance(state, dict) else range(len(state)):
         yield state, key
         if isinstance(state[key], (dict, list)):
             yield from places(state[key])
 
 
-def other(value: Any, draw: random.Random) -> Any:
-    """Return a value of another type, sign, length or content."""
-    others: list[Any] = ["x", -1, 2.5, None, [], {}, float("nan"), 10**18, [[1]]]
+def changed(value: Any, draw: random.Random) -> Any:
+    """Return a value with a different type, sign, length or content."""
+    values: list[Any] = ["x", -1, 2.5, None, [], {}, float("nan"), 10**18, [[1]]]
     if isinstance(value, list) and value:
-        others += [value[:-1], value[1:], value[::-1], [*value, *value]]
+        values += [value[:-1], value[1:], value[::-1], [*value, *value]]
     elif isinstance(value, (int, float)):
-        others += [-value, value + 1, str(value)] * 3
+        values += [-value, value + 1, str(value)] * 3
     elif isinstance(value, dict) and len(value) > 1:
         keys = list(value)
-        others += [dict(zip(keys, [*value.values()][::-1], strict=True))] * 5
-    return draw.choice([one for one in others if repr(one) != repr(value)])
+        values += [dict(zip(keys, [*value.values()][::-1], strict=True))] * 5
+    return draw.choice([option for option in values if repr(option) != repr(value)])
 
 
 def damaged(state: Any, draw: random.Random) -> Any:
-    """Return a state with one damage somewhere."""
+    """Return a copy of a state that is damaged at one place."""
     state = copy.deepcopy(state)
     holder, key = draw.choice(list(places(state)))
     _, _, twin, place = holder, key, *draw.choice(list(places(state)))
@@ -350,7 +350,7 @@ def damaged(state: Any, draw: random.Random) -> Any:
     elif damage == 1 and not (holder is twin and key == place):
         holder[key] = copy.deepcopy(twin[place])
     else:
-        holder[key] = other(holder[key], draw)
+        holder[key] = changed(holder[key], draw)
     return state
 
 
@@ -358,13 +358,13 @@ def damaged(state: Any, draw: random.Random) -> Any:
 @pytest.mark.law
 @pytest.mark.parametrize("name", MAKERS)
 @given(seed=st.integers(0, 10**9))
-def test_damage(name: str, seed: int) -> None:
-    """Of any value, anywhere: loading and merging refuse it, or nothing has changed."""
+def test_a_damaged_state_is_refused(name: str, seed: int) -> None:
+    """By loading and by merging, whichever value is damaged."""
     whole = json.loads(saved(name))
     state = damaged(whole, random.Random(seed))
     if repr(state) == repr(whole):
         return
-    for load in (MAKERS[name]().load_state_dict, lambda one: merge_states([one])):
+    for load in (MAKERS[name]().load_state_dict, lambda part: merge_states([part])):
         with pytest.raises(
             StateMismatchError, match=r"as it was saved|version|no state"
         ):
@@ -381,8 +381,8 @@ async def state_of(stream: Any) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", streams())
-async def test_damage_of_a_streams_own_state(name: str) -> None:
-    """Without a loader."""
+async def test_a_damaged_state_of_a_stream_is_refused(name: str) -> None:
+    """By the stream's own ``load_state_dict``."""
     stream = streams()[name]()
     whole = await state_of(stream)
     stream.load_state_dict(whole)
@@ -394,8 +394,8 @@ async def test_damage_of_a_streams_own_state(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MAKERS)
-def test_whole_states(name: str) -> None:
-    """Keys in any order, tuples for lists and other keys beside are no damage."""
+def test_harmless_changes_of_a_state_are_accepted(name: str) -> None:
+    """The order of keys, tuples for lists, and additional keys."""
     state = json.loads(json.dumps(json.loads(saved(name)), sort_keys=True))
     loader = MAKERS[name]()
     loader.load_state_dict({**state, "another": 1, "beyond": tuple(state["beyond"])})
@@ -405,31 +405,31 @@ def test_whole_states(name: str) -> None:
 @pytest.mark.parametrize(
     "state", ["x", 5, [1], {"a": 1}, None, {"version": 3}, {"version": "4"}], ids=repr
 )
-def test_what_is_no_state(state: Any) -> None:
-    """Of ours, or at all; one of another version is not guessed at."""
+def test_values_that_are_no_states_are_refused(state: Any) -> None:
+    """States of another version are refused, too."""
     version = state.get("version") if isinstance(state, dict) else None
     words = "no state of" if version is None else f"of version {version!r}"
     with pytest.raises(StateMismatchError, match=words) as caught:
         MAKERS["seed"]().load_state_dict(state)
-    found = caught.value.expected, caught.value.found
-    assert version is None or found == (version, 5)
+    versions = caught.value.expected, caught.value.found
+    assert version is None or versions == (version, 5)
     with pytest.raises(StateMismatchError):
         merge_states([state])
 
 
 @pytest.mark.parametrize("epoch", ["3", 2.5, None, -1], ids=repr)
-def test_epochs_are_counts(epoch: Any) -> None:
-    """What is chosen by ``set_epoch`` goes into states."""
+def test_set_epoch_needs_a_count(epoch: Any) -> None:
+    """The number is saved in states."""
     with pytest.raises((TypeError, ValueError)):
         MAKERS["seed"]().set_epoch(epoch)
 
 
 @pytest.mark.parametrize("name", ["seed", "generator", "lines", "epoch"])
-def test_a_far_epoch(name: str) -> None:
-    """Nothing is done as often as an epoch's number says."""
+def test_a_huge_epoch_number_costs_nothing(name: str) -> None:
+    """Resuming does not loop over the epochs before."""
     loader, resumed = MAKERS[name](), MAKERS[name]()
     loader.set_epoch(10**18)
     iterator, state = begun(loader)
-    torch.manual_seed(1)  # another process has drawn otherwise
+    torch.manual_seed(1)  # as in another process
     resumed.load_state_dict(state)
     assert str(list(resumed)) == str(list(iterator))

@@ -1,4 +1,4 @@
-"""Errors of iterables that would end a loop or a task quietly, were they not caught."""
+"""Errors of iterables that would silently end a loop or a task if not caught."""
 
 import asyncio
 import contextlib
@@ -36,9 +36,9 @@ from samples import AsyncMap, SyncMap
 CONTROL = [asyncio.CancelledError, StopIteration, StopAsyncIteration]
 
 
-def cause_of(found: list[Any]) -> BaseException:
-    """Return what caused the one error among ``found``, which names its place."""
-    (error,) = [one for one in found if isinstance(one, Exception)]
+def cause_of(results: list[Any]) -> BaseException:
+    """Return the cause of the only error, which must note its place."""
+    (error,) = [result for result in results if isinstance(result, Exception)]
     assert type(error) is RuntimeError
     assert any("in stage 'fetch' of epoch 0, batch" in n for n in error.__notes__)
     assert error.__cause__ is not None
@@ -49,42 +49,42 @@ def cause_of(found: list[Any]) -> BaseException:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("error", CONTROL)
 @pytest.mark.parametrize("dataset", [Unopened, AsyncUnopened])
-async def test_an_iterable_that_cannot_be_opened(
+async def test_an_iterable_that_cannot_be_opened_raises(
     way: str, dataset: Any, error: type[BaseException]
 ) -> None:
-    """It is no empty one, and not skipped."""
+    """The iterable does not count as empty, and is not skipped."""
     with no_leaks():
         loader = make(way, dataset(Raiser(error)), on_error="skip")
-        found = await asyncio.wait_for(drain(way, loader), 20)
-    assert type(cause_of(found)) is error
-    assert len(found) == 1
+        results = await asyncio.wait_for(drain(way, loader), 20)
+    assert type(cause_of(results)) is error
+    assert len(results) == 1
 
 
-# -- streams of ours -------------------------------------------------------------------
+# -- streams of aioloader --------------------------------------------------------------
 
 STEPS: dict[str, Callable[[Any], Any]] = {
-    "iterable": lambda one: from_iterable(lambda: PlainSteps(one)),
-    "async iterable": lambda one: from_async_iterable(lambda: AsyncSteps(one)),
-    "map": lambda one: from_iterable(range(N)).map(one),
-    "async map": lambda one: from_iterable(range(N)).map(one.later),
-    "filter": lambda one: from_iterable(range(1, N + 1)).filter(one),
-    "async filter": lambda one: from_iterable(range(1, N + 1)).filter(one.later),
+    "iterable": lambda raiser: from_iterable(lambda: PlainSteps(raiser)),
+    "async iterable": lambda raiser: from_async_iterable(lambda: AsyncSteps(raiser)),
+    "map": lambda raiser: from_iterable(range(N)).map(raiser),
+    "async map": lambda raiser: from_iterable(range(N)).map(raiser.later),
+    "filter": lambda raiser: from_iterable(range(1, N + 1)).filter(raiser),
+    "async filter": lambda raiser: from_iterable(range(1, N + 1)).filter(raiser.later),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", STEPS)
-async def test_streams(way: str, name: str) -> None:
-    """An error of that sample, in each of their steps."""
+async def test_a_cancelled_step_fails_one_sample(way: str, name: str) -> None:
+    """In any kind of step."""
 
     def stream() -> Any:
         return STEPS[name](Raiser(asyncio.CancelledError))
 
-    for made in (stream(), stream().shuffle(20), stream().readers(2)):
-        loader = make(way, made, on_error="skip")
-        found = await asyncio.wait_for(drain(way, loader), 20)
-        samples = sorted(number % N for batch in found for number in batch)
+    for variant in (stream(), stream().shuffle(20), stream().readers(2)):
+        loader = make(way, variant, on_error="skip")
+        batches = await asyncio.wait_for(drain(way, loader), 20)
+        samples = sorted(number % N for batch in batches for number in batch)
         assert samples == [0, 1, 2, 4, 5, 6, 7]
         (failure,) = loader.skipped
         assert type(failure.error) is RuntimeError
@@ -93,32 +93,32 @@ async def test_streams(way: str, name: str) -> None:
 
 @pytest.mark.parametrize("policy", ["raise", "skip"])
 @pytest.mark.parametrize("way", WAYS)
-async def test_a_stream_that_cannot_be_opened(
+async def test_a_stream_that_cannot_be_opened_raises_once(
     way: str, policy: Any, tmp_path: Any
 ) -> None:
-    """An error under every policy, and not one sample after the other."""
+    """Whatever the policy; there is no error for each sample."""
     dataset = TextDataset("*.txt", store=tmp_path)
-    found = await asyncio.wait_for(drain(way, make(way, dataset, on_error=policy)), 20)
-    (error,) = found
+    loader = make(way, dataset, on_error=policy)
+    (error,) = await asyncio.wait_for(drain(way, loader), 20)
     assert "no shard matches" in str(error)
     assert "in stage 'fetch' of epoch 0, batch 0" in error.__notes__[-1]
 
 
 class FailsLater:
-    """It fails at a sample, or as it is opened, when it is read again."""
+    """Fails when it is read again: at sample ``bad``, or at once if negative."""
 
-    def __init__(self, at: int) -> None:
-        self.times, self.at = 0, at
+    def __init__(self, bad: int) -> None:
+        self.times, self.bad = 0, bad
 
     def samples(self) -> Any:
         self.times += 1
-        if self.times == 2 and self.at < 0:
+        if self.times == 2 and self.bad < 0:
             raise OSError("connection lost")
         return self.each(self.times)
 
     def each(self, times: int) -> Any:
         for number in range(10):
-            if number == self.at and times == 2:
+            if number == self.bad and times == 2:
                 raise OSError("connection lost")
             yield number
 
@@ -127,7 +127,7 @@ class FailsLater:
 
 
 class FailsLaterAsync(FailsLater):
-    """The same for a loop."""
+    """The same, async."""
 
     async def __aiter__(self) -> Any:
         for number in self.samples():
@@ -136,14 +136,14 @@ class FailsLaterAsync(FailsLater):
 
 @pytest.mark.filterwarnings("ignore:.* has no state_dict:UserWarning")
 @pytest.mark.parametrize("policy", ["raise", "skip"])
-@pytest.mark.parametrize("at", [-1, 2])
+@pytest.mark.parametrize("bad", [-1, 2])
 @pytest.mark.parametrize(
     "of",
-    [FailsLater, FailsLaterAsync, lambda at: from_iterable(FailsLater(at).samples)],
+    [FailsLater, FailsLaterAsync, lambda bad: from_iterable(FailsLater(bad).samples)],
 )
-def test_a_failure_while_it_is_read_again(of: Any, at: int, policy: Any) -> None:
-    """A resumed epoch does not end early and quietly."""
-    dataset = of(at)
+def test_an_error_while_reading_again_is_raised(of: Any, bad: int, policy: Any) -> None:
+    """A resumed epoch must not end early."""
+    dataset = of(bad)
     loader: Any = DataLoader(dataset, 2, on_error=policy)
     iterator = iter(loader)
     assert [next(iterator).tolist() for _ in range(2)] == [[0, 1], [2, 3]]
@@ -182,7 +182,7 @@ class Few:
 
 
 class AsyncFew(Few):
-    """The same for a loop."""
+    """The same, async."""
 
     __iter__ = None  # type: ignore[assignment]
 
@@ -195,20 +195,20 @@ class AsyncFew(Few):
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("dataset", [Few, AsyncFew])
-async def test_a_skipped_sample_pads_no_tail(way: str, dataset: Any) -> None:
-    """A rank pads with its latest sample that was read, or else another rank's."""
+async def test_a_skipped_sample_is_no_padding(way: str, dataset: Any) -> None:
+    """A rank pads with the latest sample that it read, or with another rank's."""
 
-    async def found(n: int, bad: int, rank: int, world_size: int) -> list[Any]:
+    async def run(n: int, bad: int, rank: int, world_size: int) -> list[Any]:
         options: Any = {"rank": rank, "world_size": world_size, "on_error": "skip"}
         return await drain(way, make(way, dataset(n, bad), batch_size=2, **options))
 
-    assert await found(5, 3, rank=1, world_size=2) == [[1], [1]]
-    assert await found(2, 1, rank=2, world_size=3) == [[0]]
+    assert await run(5, 3, rank=1, world_size=2) == [[1], [1]]
+    assert await run(2, 1, rank=2, world_size=3) == [[0]]
 
 
 @pytest.mark.parametrize("dataset", [Few, AsyncFew])
-def test_ranks_count_alike_after_an_error(dataset: Any) -> None:
-    """One that raised reads on to where the others are, and no further."""
+def test_ranks_stay_aligned_after_an_error(dataset: Any) -> None:
+    """A rank that raised reads as far as the others, and no further."""
     read = set()
     for rank in range(2):
         loader: Any = DataLoader(dataset(12, 1), 2, rank=rank, world_size=2)
@@ -229,20 +229,18 @@ def test_ranks_count_alike_after_an_error(dataset: Any) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("base", [SyncMap, AsyncMap])
-async def test_the_type_is_kept_the_place_is_noted_and_it_goes_on(
-    way: str, base: Any
-) -> None:
-    """One batch raises; those before and after it are delivered."""
+async def test_an_error_keeps_its_type_and_notes_its_place(way: str, base: Any) -> None:
+    """The batches before and after it are delivered."""
     dataset = failing(base, 5, error=lambda: OddError(1, 2))
-    found = await drain(way, make(way, dataset))
-    assert [found[0], found[2]] == [[0, 1, 2, 3], [8, 9, 10, 11]]
-    assert type(found[1]) is OddError
-    assert found[1].__notes__ == [
+    results = await drain(way, make(way, dataset))
+    assert [results[0], results[2]] == [[0, 1, 2, 3], [8, 9, 10, 11]]
+    assert type(results[1]) is OddError
+    assert results[1].__notes__ == [
         "aioloader: in stage 'fetch' of epoch 0, batch 1, sample index 5"
     ]
     assert any(
         frame.name == "__getitem__"
-        for frame in __import__("traceback").extract_tb(found[1].__traceback__)
+        for frame in __import__("traceback").extract_tb(results[1].__traceback__)
     )
 
 
@@ -257,22 +255,21 @@ NOTES = {
 @pytest.mark.parametrize("base", [Samples, AsyncSamples, PlainSteps, AsyncSteps])
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("stage", NOTES)
-async def test_transform_and_collate_errors(
+async def test_transform_and_collate_errors_name_their_stage(
     way: str, base: Any, is_async: bool, stage: str
 ) -> None:
-    """Both stages say so."""
     raiser = Raiser(ValueError)
     options: Any = {"batch_size": 2, stage: raiser.later if is_async else raiser}
-    found = await outcomes(way, make(way, base(same), **options))
-    (error,) = [one for one in found if isinstance(one, ValueError)]
-    assert len(found) == 4
+    results = await outcomes(way, make(way, base(same), **options))
+    (error,) = [result for result in results if isinstance(result, ValueError)]
+    assert len(results) == 4
     assert NOTES[stage] in error.__notes__[0]
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("is_async", [False, True])
-async def test_batch_reads_go_to_collate_as_they_are(way: str, is_async: bool) -> None:
-    """As in torch: columns, say, or fewer rows than asked for."""
+async def test_batch_reads_reach_collate_fn_unchanged(way: str, is_async: bool) -> None:
+    """As in torch; a batch may be columns, or fewer rows than indices."""
 
     class Sync(SyncMap):
         def __getitems__(self, indices: list[int]) -> Any:
@@ -283,33 +280,33 @@ async def test_batch_reads_go_to_collate_as_they_are(way: str, is_async: bool) -
             return {"x": torch.tensor(indices[:2]), "y": len(indices)}
 
     dataset: Any = Async(4) if is_async else Sync(4)
-    loader = make(way, dataset, collate_fn=lambda found: found["x"] * found["y"])
+    loader = make(way, dataset, collate_fn=lambda batch: batch["x"] * batch["y"])
     assert await drain(way, loader) == [[0, 4]]
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("base", [SyncMap, AsyncMap])
-async def test_batches_of_a_batch_sampler(way: str, base: Any) -> None:
-    """Of any kind; only skipping makes an empty one disappear."""
+async def test_batch_samplers_may_yield_any_container(way: str, base: Any) -> None:
+    """Empty batches are delivered, too."""
 
-    async def found(batches: Any) -> list[Any]:
+    async def run(batches: Any) -> list[Any]:
         options: Any = {"transform": lambda pair: pair[1], "collate_fn": torch.tensor}
         options |= {"batch_size": 1, "batch_sampler": batches}
         return await drain(way, make(way, base(4), **options))
 
     odd = [iter([0, 1]), {2}, (3,), [], torch.tensor([0, 2])]
-    assert await found(odd) == [[0, 1], [2], [3], [], [0, 2]]
-    assert await found([]) == []
-    assert isinstance((await found([7]))[0], TypeError)
+    assert await run(odd) == [[0, 1], [2], [3], [], [0, 2]]
+    assert await run([]) == []
+    assert isinstance((await run([7]))[0], TypeError)
 
 
-# -- methods that are named like the loader's own: nothing of a user's is called or ente
+# -- methods of users that have names of the loader's own protocols --------------------
 
 READ_AGAIN = "ignore:.* has no state_dict:UserWarning"
 
 
 class Named:
-    """What the loader must never look at."""
+    """Members that the loader must not use."""
 
     fills = False
     ranks = (5, 9)
@@ -321,7 +318,7 @@ class Named:
     epoch: int | None = None
 
     def set_epoch(self, epoch: int) -> None:
-        """Mean what it says."""
+        """Set the epoch, as the loader may."""
         self.epoch = epoch
 
     pull = shard = readers = lifespan = open = begin_epoch
@@ -330,7 +327,7 @@ class Named:
 
 
 class Row(Named):
-    """An iterator of either colour."""
+    """An iterator."""
 
     def __init__(self, n: int) -> None:
         self.left = iter(range(n))
@@ -343,7 +340,7 @@ class Row(Named):
 
 
 class AsyncRow(Named):
-    """The same for a loop."""
+    """The same, async."""
 
     def __init__(self, n: int) -> None:
         self.left = iter(range(n))
@@ -387,12 +384,12 @@ KINDS = pytest.mark.parametrize("kind", [Plain, Async, Map])
 
 @KINDS
 @pytest.mark.parametrize("way", WAYS)
-async def test_batches(way: str, kind: Any) -> None:
-    """They are read one sample after the other, and dealt as any other dataset's."""
+async def test_methods_named_like_ours_are_not_called(way: str, kind: Any) -> None:
+    """Samples are read one by one, and split among ranks as usual."""
     assert await drain(way, make(way, kind())) == BATCHES
     loader = make(way, kind(), rank=1, world_size=2, tail="uneven")
     assert await drain(way, loader) == [[1, 3, 5, 7], [9]]
-    loader.set_epoch(3)  # it is called: no epoch is announced in another way
+    loader.set_epoch(3)  # the only way in which an epoch is announced
     assert loader.dataset.epoch == 3
 
 
@@ -411,8 +408,8 @@ PLACES: dict[str, dict[str, Any]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("place", PLACES)
-async def test_batches_of_workers(place: str, way: str, kind: Any) -> None:
-    """Wherever they are read, in any epoch; also where the loader is entered."""
+async def test_workers_call_no_such_methods(place: str, way: str, kind: Any) -> None:
+    """In any epoch, and also while the loader is entered."""
     options = PLACES[place]
     with contextlib.ExitStack() as stack:
         if callable(options.get("workers")):
@@ -424,7 +421,7 @@ async def test_batches_of_workers(place: str, way: str, kind: Any) -> None:
 
 
 class Stateful(Async):
-    """The dataset has a state; its iterator has one that is for nobody else."""
+    """The dataset has a state."""
 
     def __init__(self) -> None:
         self.row = AsyncRow(10)
@@ -444,7 +441,7 @@ class Stateful(Async):
 
 
 class Private(AsyncRow):
-    """An iterator with a state of another kind."""
+    """An iterator whose state is not for the dataset."""
 
     def __init__(self, dataset: Any) -> None:
         super().__init__(0)
@@ -462,15 +459,15 @@ class Private(AsyncRow):
 
 
 class WithPrivate(Stateful):
-    """Its iterator's ``state_dict`` is its own business."""
+    """The dataset has a state, and so has its iterator."""
 
     def __aiter__(self) -> Any:
         return Private(self)
 
 
 @pytest.mark.parametrize("kind", [Stateful, WithPrivate])
-def test_states(kind: Any) -> None:
-    """Only the dataset's own state is loaded into the dataset."""
+def test_only_the_datasets_own_state_is_loaded(kind: Any) -> None:
+    """The state of an iterator is not loaded into its dataset."""
     assert_resumes_exactly(lambda: DataLoader(kind(), 3))
 
 
@@ -485,14 +482,14 @@ class Wrapper:
 
 
 @pytest.mark.parametrize("way", WAYS)
-async def test_ranks_of_a_wrapped_stream(way: str) -> None:
-    """The stream does not know of them, so the loader shares it out."""
+async def test_a_wrapped_stream_is_split_among_ranks(way: str) -> None:
+    """The stream does not know its ranks, so the loader splits it."""
     loader = make(way, Wrapper(), rank=1, world_size=2, tail="uneven")
     assert await drain(way, loader) == [[1, 3, 5, 7], [9]]
 
 
 class Buckets(Sampler[list[int]]):
-    """Its ``state_dict`` must be told how far it was read."""
+    """Its ``state_dict`` takes the number of steps."""
 
     def __iter__(self) -> Iterator[list[int]]:
         return iter([[0, 1], [2], [3, 4]])
@@ -505,7 +502,7 @@ class Buckets(Sampler[list[int]]):
 
 
 class ModuleRows(torch.nn.Module):
-    """A dataset that is a module; its state is all its data."""
+    """A dataset that is a module, whose state is its data."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -525,8 +522,8 @@ class ModuleRows(torch.nn.Module):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_states_of_another_meaning(num_workers: int) -> None:
-    """They are neither called nor saved."""
+def test_state_dicts_of_other_protocols_are_ignored(num_workers: int) -> None:
+    """The loader neither calls nor saves them."""
     with DataLoader(
         ModuleRows(), batch_sampler=Buckets(), num_workers=num_workers
     ) as loader:
@@ -541,9 +538,6 @@ def test_states_of_another_meaning(num_workers: int) -> None:
 
 @pytest.mark.filterwarnings(READ_AGAIN, "ignore:Wrapper.stream._epoch had changed")
 @pytest.mark.parametrize("kind", [Plain, Async, Map, Wrapper])
-def test_resuming(kind: Any) -> None:
-    """By counting, for there is no state.
-
-    A wrapped stream's epoch, which a shuffle depends on, is no part of it.
-    """
+def test_datasets_without_a_state_resume_by_counting(kind: Any) -> None:
+    """The epoch of a wrapped stream, which its shuffling depends on, is not saved."""
     assert_resumes_exactly(lambda: DataLoader(kind(), 3))

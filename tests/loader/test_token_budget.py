@@ -24,7 +24,7 @@ from aioloader.errors import StateMismatchError
 from resuming import assert_resumes_exactly
 from working import Numbers
 
-LENGTHS = [1 + (7 * at) % 13 for at in range(39)]
+LENGTHS = [1 + (7 * index) % 13 for index in range(39)]
 
 
 def sampler_of(**options: Any) -> TokenBudgetBatchSampler:
@@ -47,11 +47,11 @@ def later(value: Any) -> Any:
 
 
 def cut(lengths: list[int], window: list[int], budget: int) -> list[list[int]]:
-    """Return the batches of a window, as the documentation says it."""
+    """Return the batches of a window, as documented."""
     batches: list[list[int]] = []
-    for index in sorted(window, key=lambda one: lengths[one]):
+    for index in sorted(window, key=lambda i: lengths[i]):
         wider = [*batches[-1], index] if batches else []
-        if wider and len(wider) * max(lengths[one] for one in wider) <= budget:
+        if wider and len(wider) * max(lengths[i] for i in wider) <= budget:
             batches[-1] = wider
         else:
             batches.append([index])
@@ -66,35 +66,35 @@ def cut(lengths: list[int], window: list[int], budget: int) -> list[list[int]]:
     st.integers(0, 3),
     st.booleans(),
 )
-def test_any_lengths(
+def test_batches_of_any_lengths_are_as_documented(
     lengths: list[int], budget: int, window: int, seed: int, epoch: int, shuffle: bool
 ) -> None:
-    """They are those of the documentation, in another order; their number is known."""
+    """``len`` is the number of batches."""
     order = TokenBudgetBatchSampler(lengths, budget, window, shuffle, seed)
     order.set_epoch(epoch)
-    found = list(order)
-    assert len(order) == len(found)
-    assert list(order) == found
-    samples = list(itertools.chain(*found))
+    batches = list(order)
+    assert len(order) == len(batches)
+    assert list(order) == batches
+    samples = list(itertools.chain(*batches))
     assert sorted(samples) == [*range(len(lengths))]
-    at = 0
+    position = 0
     for start in range(0, len(lengths), window):
         mine = samples[start : start + window]
         if not shuffle:
             assert sorted(mine) == [*range(start, start + len(mine))]
         expected = cut(lengths, sorted(mine), budget)
-        got = found[at : at + len(expected)]
-        sizes = [[lengths[one] for one in batch] for batch in got]
-        wanted = [[lengths[one] for one in batch] for batch in expected]
+        got = batches[position : position + len(expected)]
+        sizes = [[lengths[index] for index in batch] for batch in got]
+        wanted = [[lengths[index] for index in batch] for batch in expected]
         assert (sorted(sizes) if shuffle else sizes) == (
             sorted(wanted) if shuffle else wanted
         )
         assert shuffle or got == expected
-        at += len(expected)
+        position += len(expected)
 
 
-def test_the_order() -> None:
-    """It follows from seed and epoch; windows are those of a shuffled order."""
+def test_the_order_follows_from_seed_and_epoch() -> None:
+    """Windows are cut from a shuffled order."""
     first, batches = sampler_of(), list(sampler_of())
     assert batches == list(iter(iter(pickle.loads(pickle.dumps(first)))))
     assert batches != list(sampler_of(seed=4))
@@ -121,15 +121,15 @@ KINDS: dict[str, Callable[[list[int]], Any]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_kinds_of_lengths(kind: str) -> None:
+def test_lengths_may_be_any_sequence(kind: str) -> None:
     order = TokenBudgetBatchSampler(KINDS[kind](LENGTHS), 20, 8, seed=3)
     assert list(order) == list(sampler_of())
     assert order.described() == sampler_of().described()
-    assert {type(one) for batch in order for one in batch} == {int}
+    assert {type(index) for batch in order for index in batch} == {int}
 
 
 def test_an_array_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And an iterator computes no more than the windows that it needs."""
+    """An iterator computes only the windows that it needs."""
     lengths, taken = np.ones(10**6, np.int32), list[int]()
     take = ShuffledIndices.take
 
@@ -161,21 +161,21 @@ def test_an_array_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
         (([[1], [1, 2]], 9), "lengths must have one dimension: "),
     ],
 )
-def test_bad_arguments(given: Any, message: str) -> None:
+def test_wrong_arguments_raise_value_error(given: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         TokenBudgetBatchSampler(*given)
 
 
 @pytest.mark.parametrize("lengths", [[], (), np.empty(0, np.int32), torch.empty(0)])
-def test_no_lengths(lengths: Any) -> None:
+def test_no_lengths_give_no_batches(lengths: Any) -> None:
     order = TokenBudgetBatchSampler(lengths, 5)
     assert (len(order), list(order)) == (0, [])
     assert list(loader_of(order)) == []
 
 
 @pytest.mark.parametrize("count", [38, 40])
-def test_another_datasets_lengths(count: int) -> None:
-    """They are refused by the constructor, also where another sampler wraps them."""
+def test_lengths_of_another_dataset_are_refused(count: int) -> None:
+    """By the constructor, also if another sampler wraps the budget."""
     words = f"TokenBudgetBatchSampler has .* 39 samples, but the dataset has {count}:"
 
     class Wrapped:
@@ -213,35 +213,35 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     "name", [*OPTIONS, pytest.param("processes", marks=pytest.mark.fuzz)]
 )
-def test_resume_at_every_batch(name: str) -> None:
+def test_a_token_budget_resumes_after_any_batch(name: str) -> None:
     options = OPTIONS.get(name, {"num_workers": 2, "rank": 1, "world_size": 3})
     assert_resumes_exactly(lambda: loader_of(**options))
 
 
 @pytest.mark.parametrize("tail", ["wrap", "pad", "drop", "uneven"])
-def test_ranks(tail: Any) -> None:
-    """They take batches in turns, and have as many, but for uneven ones."""
+def test_ranks_take_batches_in_turn(tail: Any) -> None:
+    """Ranks have equally many batches, except with ``tail="uneven"``."""
     whole = list(sampler_of())
     assert len(whole) % 4 == 1
     loaders = [loader_of(rank=rank, world_size=4, tail=tail) for rank in range(4)]
-    found = [list(loader) for loader in loaders]
-    assert [len(loader) for loader in loaders] == [len(one) for one in found]
-    masks = [[mask.all() for _, mask in one] for one in found] if tail == "pad" else []
+    shares = [list(loader) for loader in loaders]
+    assert [len(loader) for loader in loaders] == [len(share) for share in shares]
+    masks = [[mask.all() for _, mask in s] for s in shares] if tail == "pad" else []
     if tail == "pad":
-        found = [[batch for batch, _ in one] for one in found]
+        shares = [[batch for batch, _ in share] for share in shares]
     full = len(whole) // 4
-    for rank, batches in enumerate(found):
+    for rank, batches in enumerate(shares):
         assert batches[:full] == whole[rank : 4 * full : 4]
-    last = [batches[full:] for batches in found]
+    last = [batches[full:] for batches in shares]
     if tail in {"wrap", "pad"}:
         assert last == [[whole[-1]], [whole[0]], [whole[1]], [whole[2]]]
     else:
         assert last == [[whole[-1]] if tail == "uneven" else [], [], [], []]
-    assert [one[full:] for one in masks] in ([], [[True], [False], [False], [False]])
+    assert [m[full:] for m in masks] in ([], [[True], [False], [False], [False]])
 
 
-def test_states() -> None:
-    """They hold no indices, and ranks' are one; resuming makes what is needed."""
+def test_a_state_of_a_budget_holds_no_indices() -> None:
+    """Ranks save the same state; resuming computes only the windows that it needs."""
     states = []
     for rank in range(2):
         torch.manual_seed(3)
@@ -251,13 +251,13 @@ def test_states() -> None:
         states.append(later(loader.state_dict()))
         rest = list(iterator)
     assert states[0] == states[1] == later(merge_states(states))
-    at = {"epoch": 0, "window": 2, "taken": 5}
-    assert states[0]["states"][0] == {"0": {"first": 24, "iterator": at}}
-    made = list[int]()
+    position = {"epoch": 0, "window": 2, "taken": 5}
+    assert states[0]["states"][0] == {"0": {"first": 24, "iterator": position}}
+    windows = list[int]()
 
     class Counted(TokenBudgetBatchSampler):
         def batches_of(self, number: int) -> Any:
-            made.append(number)
+            windows.append(number)
             return super().batches_of(number)
 
     order = Counted(LENGTHS, 20, 8, seed=3)
@@ -265,11 +265,11 @@ def test_states() -> None:
     resumed = loader_of(order, rank=1, world_size=2)
     resumed.load_state_dict(states[0])
     assert list(resumed) == rest
-    assert made == [0, 2, 3, 4]  # the first for a tail that is to be filled
+    assert windows == [0, 2, 3, 4]  # the first one fills the last batch
 
 
 @pytest.mark.parametrize(
-    ("other", "message"),
+    ("sampler", "message"),
     [
         (sampler_of(max_tokens=21), "max_tokens=20 .* max_tokens=21"),
         (sampler_of(window=9), "window=8 .* window=9"),
@@ -281,19 +281,19 @@ def test_states() -> None:
     ],
 )
 @pytest.mark.parametrize("k", [0, 3])
-def test_states_of_others(other: Any, message: str, k: int) -> None:
+def test_states_of_other_orders_are_refused(sampler: Any, message: str, k: int) -> None:
     loader = loader_of()
     list(itertools.islice(loader, k))
     state = loader.state_dict()
     with pytest.raises(StateMismatchError, match=message):
-        loader_of(other).load_state_dict(state)
+        loader_of(sampler).load_state_dict(state)
 
 
 # -- padding --------------------------------------------------------------------------
 
 
-def test_padding_entries() -> None:
-    """Each kind with its value and dtype; what is no sequence, as torch does it."""
+def test_pad_collate_pads_each_kind_of_entry() -> None:
+    """Each with its value and dtype; other entries are collated as in torch."""
     samples = [
         {
             "input_ids": np.array([4, 5, 6], np.uint16),
@@ -315,7 +315,7 @@ def test_padding_entries() -> None:
         },
     ]
     batch = pad_collate(pad=1)(samples)
-    assert {name: getattr(one, "dtype", one) for name, one in batch.items()} == {
+    assert {name: getattr(entry, "dtype", entry) for name, entry in batch.items()} == {
         "input_ids": torch.int64,
         "labels": torch.int64,
         "position_ids": torch.int64,
@@ -354,7 +354,7 @@ def test_padding_entries() -> None:
         ([{"input_ids": [1, 2], "labels": [1]}], ValueError, "has 1 entries, .* has 2"),
     ],
 )
-def test_samples_that_cannot_be_padded(
+def test_samples_that_cannot_be_padded_raise(
     samples: Any, error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
@@ -376,8 +376,8 @@ class Tokens(Numbers):
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_budget_and_padding(num_workers: int) -> None:
-    """In workers too, where a batch is padded in memory that is shared."""
+def test_padded_batches_keep_the_budget(num_workers: int) -> None:
+    """In workers, too, where batches are padded in shared memory."""
     order, most = sampler_of(max_tokens=600, window=39), 600
     loader: Any = DataLoader(
         Tokens(len(LENGTHS)),
@@ -385,8 +385,8 @@ def test_budget_and_padding(num_workers: int) -> None:
         collate_fn=pad_collate(pad=-1),
         num_workers=num_workers,
     )
-    found = [batch["input_ids"] for batch in loader]
-    assert max(one.numel() for one in found) <= most
-    assert [one[:, 0].tolist() for one in found] == list(
+    batches = [batch["input_ids"] for batch in loader]
+    assert max(batch.numel() for batch in batches) <= most
+    assert [batch[:, 0].tolist() for batch in batches] == list(
         sampler_of(max_tokens=600, window=39)
     )

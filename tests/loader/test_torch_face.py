@@ -1,4 +1,4 @@
-"""A loader is torch's to those who look at it, take it apart, or derive from it."""
+"""A loader is torch's for frameworks that inspect it, rebuild it, or subclass it."""
 
 import inspect
 import pickle
@@ -25,7 +25,6 @@ from aioloader import (
     default_collate,
     default_convert,
 )
-from aioloader._loader.torch_compat import check_torch_suffices
 from samples import AsyncMap
 
 
@@ -82,12 +81,12 @@ CASES: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("arguments", CASES)
-def test_it_shows_what_torchs_shows(arguments: dict[str, Any]) -> None:
-    """Attributes, private names and properties are those of torch's loader."""
+def test_attributes_are_those_of_torchs_loader(arguments: dict[str, Any]) -> None:
+    """Public attributes, private names and properties."""
     ours: Any = DataLoader(**arguments)
     theirs: Any = torch.utils.data.DataLoader(**arguments)
     assert isinstance(ours, torch.utils.data.DataLoader)
-    # None: it depends on the dataset; torch's has the context in a property
+    # here the default depends on the dataset; torch's context is a property
     own = {"prefetch_factor", "_DataLoader__multiprocessing_context"}
     for name in set(vars(theirs)) - own:
         value, expected = getattr(ours, name), vars(theirs)[name]
@@ -103,15 +102,15 @@ def test_it_shows_what_torchs_shows(arguments: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("size", [None, 2])
-def test_functions_put_in_place_of_torchs_collate(size: Any, monkeypatch: Any) -> None:
-    """Set-up code of libraries replaces torch's defaults in their module."""
+def test_patched_collate_functions_are_called(size: Any, monkeypatch: Any) -> None:
+    """Libraries replace torch's defaults in their module."""
     for name in ("default_collate", "default_convert"):
-        monkeypatch.setattr(torch_rules, name, lambda found, name=name: (name, found))
+        monkeypatch.setattr(torch_rules, name, lambda data, name=name: (name, data))
     assert list(DataLoader([1], size)) == list(TorchLoader([1], size))  # type: ignore[arg-type]
 
 
 def test_public_attributes_are_arguments() -> None:
-    """So frameworks rebuild a loader with all arguments, of which they know nothing."""
+    """Frameworks rebuild a loader from them, even with unknown arguments."""
     loader = DataLoader(
         range(10),
         4,
@@ -126,17 +125,17 @@ def test_public_attributes_are_arguments() -> None:
         world_size=2,
         tail="drop",
     )
-    found = public(loader)
+    given = public(loader)
     names = set(inspect.signature(DataLoader).parameters)
-    assert names - set(found) == {"shuffle"}
-    assert set(found) <= names
-    del found["batch_sampler"]
-    again = type(loader)(**found)
-    assert {k for k, v in public(again).items() if found.get(k, v) is not v} == set()
+    assert names - set(given) == {"shuffle"}
+    assert set(given) <= names
+    del given["batch_sampler"]
+    again = type(loader)(**given)
+    assert {k for k, v in public(again).items() if given.get(k, v) is not v} == set()
 
 
-def test_async_iterables_pass_for_torchs() -> None:
-    """Frameworks put samplers into all that is no ``IterableDataset``."""
+def test_async_iterables_count_as_iterable_datasets() -> None:
+    """Frameworks would add samplers to other datasets."""
     loader = DataLoader[Any](AsyncNumbers(), batch_size=4)
     assert isinstance(loader.dataset, IterableDataset)
     assert loader._dataset_kind == _DatasetKind.Iterable
@@ -144,22 +143,22 @@ def test_async_iterables_pass_for_torchs() -> None:
     assert batches(loader) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
 
 
-def test_what_can_be_indexed_too_is_left_alone() -> None:
-    """Torch's own loader indexes it, and must do so afterwards."""
+def test_an_indexable_stream_is_no_iterable_dataset() -> None:
+    """Torch's own loader indexes it, and must still do so."""
     both = AsyncBoth()
     DataLoader(both)
     assert not isinstance(both, IterableDataset)
 
 
 class Passing(DataLoader[Any]):
-    """Passes all on, as most sub-classes do."""
+    """Passes all arguments on, as most subclasses do."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
 
 
 class Adding(DataLoader[Any]):
-    """Has an argument of its own."""
+    """Has an additional argument."""
 
     def __init__(self, dataset: Any, *args: Any, extra: int = 3, **kwargs: Any) -> None:
         super().__init__(dataset, *args, **kwargs)
@@ -167,7 +166,7 @@ class Adding(DataLoader[Any]):
 
 
 class Further(Adding):
-    """Derives from one that does."""
+    """Derives from a subclass with an additional argument."""
 
     def __init__(self, dataset: Any, **kwargs: Any) -> None:
         super().__init__(dataset, **kwargs)
@@ -181,11 +180,11 @@ class Mixin:
 
 
 class Mixed(Mixin, DataLoader[Any]):
-    """Its ``__init__`` is another class's."""
+    """Its ``__init__`` is that of the mixin."""
 
 
 def test_signatures_of_sub_classes_are_explicit() -> None:
-    """Of ``**kwargs`` frameworks would keep torch's arguments alone."""
+    """With ``**kwargs``, frameworks would keep only torch's arguments."""
     names = list(inspect.signature(DataLoader.__init__).parameters)
     for cls in (Passing, Mixed):
         loader = cls(range(4), transform=tenfold)
@@ -193,14 +192,14 @@ def test_signatures_of_sub_classes_are_explicit() -> None:
         assert list(inspect.signature(loader.__init__).parameters) == names[1:]  # type: ignore[misc]
     assert "transform" not in inspect.signature(Mixin.__init__).parameters
     for sub in (Adding, Further):
-        found = list(inspect.signature(sub.__init__).parameters)
-        assert set(found) == {*names, "extra"}
-        assert found[:2] == ["self", "dataset"]
+        parameters = list(inspect.signature(sub.__init__).parameters)
+        assert set(parameters) == {*names, "extra"}
+        assert parameters[:2] == ["self", "dataset"]
         assert sub(range(4), transform=tenfold).transform is tenfold
 
 
 class Repeat:
-    """A batch sampler without an end, for trainers that iterate once."""
+    """An endless batch sampler, for trainers that iterate once."""
 
     def __init__(self, sampler: Iterable[Any]) -> None:
         self.sampler = sampler
@@ -211,7 +210,7 @@ class Repeat:
 
 
 def repeating(base: Any, *, guarded: bool) -> Any:
-    """Return a class that iterates once, over a batch sampler that repeats itself."""
+    """Return a class that iterates once, over an endless batch sampler."""
 
     class Infinite(base):  # type: ignore[misc]
         batch_sampler: Any
@@ -240,7 +239,7 @@ def repeating(base: Any, *, guarded: bool) -> Any:
 @pytest.mark.slow
 @pytest.mark.parametrize("guarded", [True, False])
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_samplers_that_repeat_for_ever(guarded: bool, num_workers: int) -> None:
+def test_endless_samplers_work_as_in_torch(guarded: bool, num_workers: int) -> None:
     """Three epochs over one iterator give torch's batches."""
 
     def epochs(base: Any) -> list[Any]:
@@ -251,10 +250,10 @@ def test_samplers_that_repeat_for_ever(guarded: bool, num_workers: int) -> None:
             generator=torch.Generator().manual_seed(4),
             num_workers=num_workers,
         )
-        found = [batches(loader) for _ in range(3)]
+        all_epochs = [batches(loader) for _ in range(3)]
         if num_workers:
             loader.iterator._shutdown_workers()
-        return found
+        return all_epochs
 
     assert epochs(DataLoader) == epochs(torch.utils.data.DataLoader)
 
@@ -272,7 +271,7 @@ def test_samplers_that_repeat_for_ever(guarded: bool, num_workers: int) -> None:
     ids=["a read per batch", "other batches"],
 )
 def test_a_sub_class_may_choose_the_order(names: Any, num_workers: int) -> None:
-    """By torch's private names: the order, and whether samples are collated."""
+    """By torch's private names, which also decide whether samples are collated."""
     members = {name: property(get) for name, get in names.items()}
     with pytest.raises(TypeError, match="do not follow the epochs of ShuffledIndices"):
         type("Sub", (DataLoader,), members)(range(4), sampler=ShuffledIndices(4, 0))
@@ -282,27 +281,27 @@ def test_a_sub_class_may_choose_the_order(names: Any, num_workers: int) -> None:
         with pytest.raises(TypeError, match="nothing samples an iterable dataset"):
             list(loader)
 
-    def found(base: Any) -> tuple[int, list[Any]]:
+    def loaded(base: Any) -> tuple[int, list[Any]]:
         torch.manual_seed(3)
         dataset, cls = TensorDataset(torch.arange(6.0)), type("Sub", (base,), members)
         loader = cls(dataset, 3, shuffle=True, num_workers=num_workers)
         return len(loader), [[part.tolist() for part in batch] for batch in loader]
 
-    assert found(DataLoader) == found(TorchLoader)
+    assert loaded(DataLoader) == loaded(TorchLoader)
 
 
 class Counted(DataLoader[Any]):
-    """Makes an iterator of its own."""
+    """Makes its own iterator."""
 
     def _get_iterator(self) -> Any:
         return enumerate(super()._get_iterator())
 
 
 def test_a_sub_class_may_make_its_own_iterator() -> None:
-    """``iter`` asks ``_get_iterator``, as torch's does; ``async for`` cannot."""
+    """``iter`` calls ``_get_iterator``, as in torch; ``async for`` cannot."""
     loader = Counted(range(4), batch_size=2)
-    found: list[Any] = list(loader)
-    assert [(n, batch.tolist()) for n, batch in found] == [(0, [0, 1]), (1, [2, 3])]
+    steps: list[Any] = list(loader)
+    assert [(n, batch.tolist()) for n, batch in steps] == [(0, [0, 1]), (1, [2, 3])]
     with pytest.raises(TypeError, match="Counted overrides _get_iterator"):
         aiter(loader)
 
@@ -315,7 +314,7 @@ class Negated(DataLoader[Any]):
 
 
 class NegatedForTasks(Negated):
-    """Changes those for tasks, too."""
+    """Changes those of ``async for``, too."""
 
     async def __aiter__(self) -> Any:
         async for batch in super().__aiter__():
@@ -323,7 +322,7 @@ class NegatedForTasks(Negated):
 
 
 async def test_async_for_does_not_bypass_a_sub_class() -> None:
-    """One that changes ``for`` must say what ``async for`` gives."""
+    """A subclass that changes ``for`` must define ``async for``."""
     with pytest.raises(TypeError, match="Negated overrides __iter__"):
         aiter(Negated(range(2), 2))
     both = NegatedForTasks(range(2), 2)
@@ -332,11 +331,11 @@ async def test_async_for_does_not_bypass_a_sub_class() -> None:
     assert [batch.tolist() async for batch in both] == expected
 
 
-def test_torchs_own_iterator_can_be_made_of_it() -> None:
-    """All private names that it reads are there."""
+def test_torchs_own_iterator_reads_a_loader() -> None:
+    """The loader has all private names that it reads."""
     loader: Any = DataLoader(Numbers(), batch_size=4)
-    found = batches(_SingleProcessDataLoaderIter(loader))
-    assert found == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    loaded = batches(_SingleProcessDataLoaderIter(loader))
+    assert loaded == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
 
 
 def ranges_of(profile: Any) -> list[str]:
@@ -347,7 +346,7 @@ def ranges_of(profile: Any) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"num_workers": 1}])
 def test_profilers_see_the_steps_of_a_loop(options: dict[str, Any]) -> None:
-    """A range for each, and for the one that ends it, as with torch's loader."""
+    """There is a range for each, and for the end, as with torch's loader."""
 
     def ranges(cls: Any) -> list[str]:
         loader = cls(range(4), 2, **options)
@@ -360,7 +359,7 @@ def test_profilers_see_the_steps_of_a_loop(options: dict[str, Any]) -> None:
 
 
 async def test_profilers_see_no_steps_of_async_for() -> None:
-    """Other tasks run while one waits: their work would count as data loading."""
+    """Other tasks run during a step: their work would count as data loading."""
     with torch.profiler.profile(activities=[ProfilerActivity.CPU]) as profile:
         assert [batch.tolist() async for batch in DataLoader(range(2), 2)] == [[0, 1]]
     assert ranges_of(profile) == []
@@ -368,19 +367,19 @@ async def test_profilers_see_no_steps_of_async_for() -> None:
 
 @pytest.mark.parametrize("options", [{}, {"num_workers": 1}])
 def test_batches_are_counted_under_torchs_name(options: dict[str, Any]) -> None:
-    """Checkpoints of SpeechBrain read it, also after the end."""
+    """SpeechBrain's checkpoints read ``_num_yielded``, even after the end."""
 
     def counts(cls: Any) -> list[int]:
         iterator = iter(cls(range(5), 2, **options))
-        found = [iterator._num_yielded]
-        found += [iterator._num_yielded for _ in iterator]
-        return [*found, iterator._num_yielded]
+        numbers = [iterator._num_yielded]
+        numbers += [iterator._num_yielded for _ in iterator]
+        return [*numbers, iterator._num_yielded]
 
     assert counts(DataLoader) == counts(torch.utils.data.DataLoader) == [0, 1, 2, 3, 3]
 
 
 def test_samplers_are_guarded_as_in_torch() -> None:
-    """They cannot be replaced by accident, nor ranks, and can on purpose."""
+    """Samplers and ranks cannot be replaced by accident."""
     loader = DataLoader[Any](range(10), batch_size=5)
     names = "batch_size batch_sampler sampler drop_last dataset persistent_workers"
     for name in [*names.split(), "rank", "world_size", "tail"]:
@@ -391,8 +390,8 @@ def test_samplers_are_guarded_as_in_torch() -> None:
     assert len(loader) == 2
 
 
-def test_the_length_that_was_reported_is_kept() -> None:
-    """Under the name that torch's iterators read."""
+def test_a_reported_length_is_kept() -> None:
+    """Torch's iterators read it by a private name."""
     loader = DataLoader[Any](Numbers(), batch_size=4)
     assert loader._IterableDataset_len_called is None
     assert len(loader) == 3
@@ -400,7 +399,7 @@ def test_the_length_that_was_reported_is_kept() -> None:
 
 
 def test_iterators_have_torchs_private_names() -> None:
-    """The seed that ``iter`` draws is torch's; the workers can be shut down."""
+    """The seed, and the method that shuts workers down."""
     torch.manual_seed(5)
     theirs: Any = iter(torch.utils.data.DataLoader(range(4)))  # type: ignore[arg-type]
     torch.manual_seed(5)
@@ -410,14 +409,14 @@ def test_iterators_have_torchs_private_names() -> None:
     assert list(ours) == []
 
 
-def test_a_step_of_an_iterator_that_nothing_else_holds() -> None:
+def test_a_temporary_iterator_gives_a_batch() -> None:
     for workers in (0, 1):
         loader = DataLoader[Any](range(4), 2, num_workers=workers)
         assert iter(loader).__next__().tolist() == [0, 1]
 
 
-def test_torchs_way_to_renew_workers_that_persist() -> None:
-    """Between epochs, an iterator is there whose workers can be shut down."""
+def test_persistent_workers_are_renewed_as_in_torch() -> None:
+    """By shutting down ``_iterator``, which exists between epochs."""
     dataset = [0] * 4
     loader = DataLoader[Any](dataset, 4, num_workers=1, persistent_workers=True)
     assert [batch.tolist() for batch in loader] == [[0] * 4]
@@ -430,8 +429,8 @@ def test_torchs_way_to_renew_workers_that_persist() -> None:
     assert loader._iterator is None
 
 
-def test_setting_the_iterator_to_none_ends_workers_that_persist() -> None:
-    """Lightning's teardown does so."""
+def test_setting_the_iterator_to_none_ends_its_workers() -> None:
+    """Lightning's teardown sets it to None."""
     loader = DataLoader[Any](range(4), num_workers=1, persistent_workers=True)
     assert loader._iterator is None
     iterator = iter(loader)
@@ -454,33 +453,33 @@ def test_setting_the_iterator_to_none_ends_workers_that_persist() -> None:
     ],
     ids=["transform", "rng", "ranks", "async map", "async stream"],
 )
-def test_what_torchs_engine_would_lose_is_refused(loader: Any, lost: str) -> None:
-    """accelerate makes a loader of torch's class, and asks before it does."""
+def test_accelerate_may_not_lose_our_options(loader: Any, lost: str) -> None:
+    """accelerate would make a loader of torch's class."""
     with pytest.raises(ValueError, match=f"without .*{lost}.*aioloader.accelerate"):
         _ = loader._is_accelerate_prepared
 
 
-def test_what_torchs_engine_does_as_well_is_warned_of() -> None:
-    """Nothing but speed is lost."""
+def test_accelerate_warns_if_only_speed_is_lost() -> None:
+    """Torch's loader would deliver the same batches."""
     loader = DataLoader[Any](range(10), 4, concurrency=3)
     with pytest.warns(UserWarning, match=r"batches are the same.*accelerate\.prepare"):
         assert loader._is_accelerate_prepared is False
 
 
-def test_a_loaded_state_is_not_lost() -> None:
-    """A loader that torch's class replaces would begin anew."""
+def test_accelerate_may_not_lose_a_loaded_state() -> None:
+    """Torch's loader would start from the beginning."""
     loader = DataLoader[Any](range(10), 4)
     next(iter(loader))
     loader.load_state_dict(loader.state_dict())
     with pytest.raises(ValueError, match="without a loaded state"):
-        check_torch_suffices(loader)
+        _ = loader._is_accelerate_prepared
 
 
 def test_a_program_may_replace_torchs_class(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What torch's engine would lose is refused; a sub-class gets its arguments."""
+    """accelerate is still refused, and a subclass gets all arguments."""
     monkeypatch.setattr(torch.utils.data, "DataLoader", Passing)
     with pytest.raises(ValueError, match="without transform="):
-        check_torch_suffices(DataLoader[Any](range(10), transform=tenfold))
+        _ = DataLoader[Any](range(10), transform=tenfold)._is_accelerate_prepared
 
     class Other(DataLoader[Any]):
         def __init__(self, *args: Any, **options: Any) -> None:
@@ -508,7 +507,7 @@ def before(cls: Any) -> Any:
 
 
 def after(cls: Any) -> Any:
-    """Return a loader that keeps its parts once it is made."""
+    """Return a loader that sets its attributes after ``super().__init__``."""
 
     class Loader(cls):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -554,8 +553,8 @@ def properties(cls: Any) -> Any:
 
 
 @pytest.mark.parametrize("make", [before, after, properties])
-def test_their_names_are_their_own(make: Any) -> None:
-    """What the subclass does with them is what torch's loader does."""
+def test_subclasses_keep_their_own_attributes(make: Any) -> None:
+    """Attributes with names of our arguments do what they do in torch's loader."""
 
     def batches(cls: Any) -> list[Any]:
         loader = make(cls)
@@ -569,25 +568,25 @@ class Plain(DataLoader[Any]):
 
 
 class Mapped(DataLoader[Any]):
-    """A subclass that passes on an argument of ours, and keeps it."""
+    """A subclass that passes ``transform`` on, and keeps it."""
 
     def __init__(self, dataset: Any, transform: Any, **kwargs: Any) -> None:
         super().__init__(dataset, transform=transform, **kwargs)
         self.transform = transform
 
 
-def test_what_reaches_the_constructor_counts() -> None:
-    """It is an attribute too, for frameworks that make a loader again from these."""
+def test_a_subclass_uses_its_constructor_arguments() -> None:
+    """They are attributes, too: frameworks rebuild loaders from these."""
     options: Any = {"transform": tenfold, "concurrency": 3, "prefetch_factor": "auto"}
-    loader = Plain(range(4), batch_size=2, **options)
-    assert vars(loader)["concurrency"] == 3
-    again = pickle.loads(pickle.dumps(loader))
-    for one in (loader, again, Mapped(range(4), tenfold, batch_size=2)):
-        assert [batch.tolist() for batch in one] == [[0, 10], [20, 30]]
+    plain = Plain(range(4), batch_size=2, **options)
+    assert vars(plain)["concurrency"] == 3
+    again = pickle.loads(pickle.dumps(plain))
+    for loader in (plain, again, Mapped(range(4), tenfold, batch_size=2)):
+        assert [batch.tolist() for batch in loader] == [[0, 10], [20, 30]]
 
 
-def test_of_the_class_itself_attributes_count() -> None:
-    """From the next iteration on, as torch's."""
+def test_attributes_of_a_loader_may_change() -> None:
+    """They apply from the next iteration on, as in torch."""
     loader: DataLoader[Any] = DataLoader(range(4), batch_size=2)
     loader.transform = tenfold
     assert [batch.tolist() for batch in loader] == [[0, 10], [20, 30]]

@@ -1,4 +1,4 @@
-"""Run the cells of a file one by one in ``__main__``, as plain notebook runners do."""
+"""Run the cells of a file one by one in ``__main__``, as notebook runners do."""
 
 import re
 import sys

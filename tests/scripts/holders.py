@@ -1,4 +1,4 @@
-"""What a dataset may hold where workers are forked: how it is made, and used there."""
+"""Objects that a dataset may hold if workers are forked: how to make and use them."""
 
 import contextvars
 import ctypes
@@ -30,13 +30,13 @@ from PIL import Image
 
 Make = Callable[[ExitStack, Path], Any]
 Use = Callable[[Any, int], Any]
-# multiprocessing keeps the heap that it takes the first one from.
+# multiprocessing keeps the heap that its first value is allocated from.
 HEAP = mp.Value("i", 0)
 HOLDERS: dict[str, tuple[Make, Use]] = {}
 
 
 class Holding:
-    """A dataset around something; a sample is what its use gives."""
+    """A dataset around an object; a sample is the result of its use."""
 
     def __init__(self, held: Any, use: Use) -> None:
         self.held = held
@@ -50,7 +50,7 @@ class Holding:
 
 
 def holder(name: str, use: Use) -> Callable[[Make], Make]:
-    """Enter a kind of thing into the table."""
+    """Add a kind of object to the table."""
 
     def enter(make: Make) -> Make:
         HOLDERS[name] = (make, use)
@@ -60,7 +60,7 @@ def holder(name: str, use: Use) -> Callable[[Make], Make]:
 
 
 def simple(name: str, make: Callable[[], Any], use: Use) -> None:
-    """Enter what needs neither a folder nor to be closed."""
+    """Add an object that needs neither a folder nor a close."""
     HOLDERS[name] = (lambda _stack, _folder: make(), use)
 
 
@@ -71,7 +71,7 @@ def within(held: Any, index: int) -> int:
 
 
 def one_of(held: Any, index: int) -> str:
-    """Return the start of the string of it, whatever the index."""
+    """Return the start of the object's string, whatever the index."""
     return str(held)[:40]
 
 
@@ -111,7 +111,7 @@ def make_variable(stack: ExitStack, folder: Path) -> Any:
 # -- files and sockets --------------------------------------------------------------
 
 
-# Both workers share a file's place, so none of these moves it.
+# Both workers share a file's position, so none of these moves it.
 
 
 @holder("binary file", lambda held, index: os.pread(held.fileno(), 1, index))
@@ -136,7 +136,7 @@ def make_memmap(stack: ExitStack, folder: Path) -> Any:
 
 @holder("socket", lambda held, index: held[0].getsockopt(1, 3) + held[1].family)
 def make_socket(stack: ExitStack, folder: Path) -> Any:
-    return [stack.enter_context(one) for one in socket.socketpair()]
+    return [stack.enter_context(end) for end in socket.socketpair()]
 
 
 @holder("h5py.File", lambda held, index: held["rows"][index])
@@ -171,7 +171,7 @@ def make_database(stack: ExitStack, folder: Path) -> Any:
 
 @holder("logger with handler", lambda held, index: (held.warning(index), index)[1])
 def make_logger(stack: ExitStack, folder: Path) -> Any:
-    held = logging.Logger("held")  # noqa: LOG001  (it is nobody else's)
+    held = logging.Logger("held")  # noqa: LOG001  (not a shared one)
     handler = logging.FileHandler(folder / "log")
     stack.callback(handler.close)
     held.addHandler(handler)
@@ -185,7 +185,7 @@ def make_process(stack: ExitStack, folder: Path) -> Any:
     )
 
 
-# -- what multiprocessing shares ----------------------------------------------------
+# -- objects that multiprocessing shares --------------------------------------------
 
 simple("mp.Lock", mp.Lock, within)
 simple("mp.Value", lambda: mp.Value("i", 7), lambda held, index: held.value + index)
@@ -230,7 +230,7 @@ simple(
 
 
 def begun() -> Any:
-    """Return a generator that is in its middle."""
+    """Return a generator that has started."""
 
     def counting() -> Any:
         yield from itertools.count(1)
@@ -258,9 +258,9 @@ def make_instance(stack: ExitStack, folder: Path) -> Any:
 
 @holder("WeakValueDictionary", lambda held, index: held[0]["one"].held)
 def make_weak(stack: ExitStack, folder: Path) -> Any:
-    one = Holding(index_of, index_of)
-    one.held = 4
-    return weakref.WeakValueDictionary({"one": one}), one
+    value = Holding(index_of, index_of)
+    value.held = 4
+    return weakref.WeakValueDictionary({"one": value}), value
 
 
 def index_of(_held: Any, index: int) -> int:

@@ -1,4 +1,4 @@
-"""Run a script twice, as it is and with its import of ``DataLoader`` exchanged."""
+"""Run a script twice: as it is, and with its import of ``DataLoader`` replaced."""
 
 import os
 import signal
@@ -18,7 +18,7 @@ OURS_BY_WORKER = (
     'DataLoader = functools.partial(aioloader.DataLoader, rng="worker")\n'
 )
 SECONDS = 120
-# Programs that run scripts; what stands for the script is put last.
+# Programs that run scripts; the path of the script is appended.
 PYTHON = (sys.executable,)
 COVERAGE = (sys.executable, "-m", "coverage")
 KERNEL = (sys.executable, str(Path(__file__).with_name("kernel.py")))
@@ -37,7 +37,7 @@ class Ended:
         status: The exit status.
         output: What it printed.
         errors: What it printed to standard error.
-        left: Processes of its session that outlived it by 20 seconds.
+        left: Processes of its session that still ran 20 seconds later.
         folder: Its working directory.
     """
 
@@ -49,7 +49,7 @@ class Ended:
 
     @property
     def seen(self) -> tuple[int, str, int, list[int]]:
-        """Return what is compared: of errors, how many tracebacks there are."""
+        """Return what both runs must share; of errors, the number of tracebacks."""
         tracebacks = self.errors.count("Traceback (most recent call last)")
         return self.status, self.output, tracebacks, self.left
 
@@ -65,12 +65,12 @@ def begin(
     """Start a script in a session of its own.
 
     Args:
-        case: Its name.
-        line: What it imports the loader by.
-        folder: Where it runs.
+        case: The name of the script.
+        line: The line that imports the loader.
+        folder: The working directory.
         run: The program that runs it.
-        arguments: What it is given.
-        environment: Variables that it has besides.
+        arguments: Arguments of the script.
+        environment: Additional environment variables.
     """
     source = (CASES / f"{case}.py").read_text(encoding="utf-8")
     assert source.count(THEIRS) == 1
@@ -96,7 +96,7 @@ def start(
 
 
 def end(process: "subprocess.Popen[str]", folder: Path) -> Ended:
-    """Wait until a script has ended; whatever is left over is named and killed."""
+    """Wait until a script has ended; list and kill processes that it left."""
     try:
         output, errors = process.communicate(timeout=SECONDS)
     except subprocess.TimeoutExpired:
@@ -118,8 +118,8 @@ def run_both(
 ) -> tuple[Ended, Ended]:
     """Run a script with torch's loader and with ours, at the same time."""
     started = [
-        (begin(case, what, folder / name, run, *arguments), folder / name)
-        for name, what in (("theirs", THEIRS), ("ours", line))
+        (begin(case, import_line, folder / name, run, *arguments), folder / name)
+        for name, import_line in (("theirs", THEIRS), ("ours", line))
     ]
-    theirs, ours = (end(*one) for one in started)
+    theirs, ours = (end(*process) for process in started)
     return theirs, ours

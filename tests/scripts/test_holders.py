@@ -1,4 +1,4 @@
-"""What a dataset may hold where torch forks its workers, it may hold here, too."""
+"""Datasets may hold the same objects as with torch's forked workers."""
 
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,7 +12,7 @@ from scripts.holders import HOLDERS, Holding
 
 
 def delivered(kind: Any, name: str, folder: Path) -> list[Any]:
-    """Return what two workers read through a fresh thing of this kind."""
+    """Return the batches that two workers read from a new object of this kind."""
     make, use = HOLDERS[name]
     folder.mkdir()
     with ExitStack() as stack:
@@ -23,8 +23,8 @@ def delivered(kind: Any, name: str, folder: Path) -> list[Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", HOLDERS)
-def test_holders(name: str, tmp_path: Path) -> None:
-    """The same batches as torch's workers give."""
+def test_forked_workers_may_use_any_object(name: str, tmp_path: Path) -> None:
+    """The batches are those of torch's workers."""
     theirs = delivered(torch.utils.data.DataLoader, name, tmp_path / "theirs")
     ours = delivered(DataLoader, name, tmp_path / "ours")
     assert [len(batch) for batch in theirs] == [2, 2, 2]

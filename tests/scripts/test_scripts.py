@@ -1,7 +1,7 @@
 """Whole scripts: output, exit status and processes left are those of torch's loader.
 
-Only the line that imports ``DataLoader`` differs. Scripts that draw in workers are
-compared bit for bit, under ``rng="worker"``.
+Only the line that imports ``DataLoader`` differs. Random numbers of workers are
+compared bit for bit, with ``rng="worker"``.
 """
 
 import json
@@ -31,7 +31,7 @@ from unit.test_platforms import removal
 
 pytestmark = pytest.mark.slow
 
-# Those that draw in workers.
+# Scripts that draw random numbers in workers.
 AUGMENTED = {"mnist_like", "notebook", "seeding"}
 RUN = {"notebook": CELLS, "torchrun_ddp": TORCHRUN}
 ARGUMENTS = {
@@ -46,13 +46,13 @@ PLAIN = sorted({path.stem for path in CASES.glob("*.py")} - SPECIAL)
 
 
 def line_of(case: str) -> str:
-    """Return what a script imports our loader by."""
+    """Return the line that imports our loader into a script."""
     return OURS_BY_WORKER if case in AUGMENTED else OURS
 
 
 @pytest.mark.parametrize("case", PLAIN)
-def test_scripts(case: str, tmp_path: Path) -> None:
-    """The same output, exit status, number of tracebacks, and nothing left."""
+def test_a_script_behaves_as_with_torchs_loader(case: str, tmp_path: Path) -> None:
+    """Its output, exit status, number of tracebacks and processes left."""
     theirs, ours = run_both(
         case, tmp_path, line_of(case), RUN.get(case, PYTHON), ARGUMENTS.get(case, ())
     )
@@ -68,10 +68,10 @@ def test_scripts(case: str, tmp_path: Path) -> None:
         *(("macos", case) for case in ("notebook", "tokens", "torchrun_ddp")),
     ],
 )
-def test_scripts_where_worker_processes_are_not_forked(
+def test_a_script_on_another_system_behaves_as_with_torchs(
     system: str, case: str, tmp_path: Path
 ) -> None:
-    """Ours without the names that a system lacks: as torch's with all of them."""
+    """Our loader lacks the names that the system lacks; torch's does not."""
     (tmp_path / "sitecustomize.py").write_text(removal(system), encoding="utf-8")
     run, arguments = RUN.get(case, PYTHON), ARGUMENTS.get(case, ())
     theirs, ours = (
@@ -85,15 +85,15 @@ def test_scripts_where_worker_processes_are_not_forked(
     assert ours.seen == theirs.seen, ours.errors
 
 
-def test_a_notebook(tmp_path: Path) -> None:
-    """The cells in a real kernel, which has threads, sockets and a running loop."""
+def test_a_notebook_behaves_as_with_torchs_loader(tmp_path: Path) -> None:
+    """In a real kernel, which has threads, sockets and a running loop."""
     theirs, ours = run_both("notebook", tmp_path, OURS_BY_WORKER, KERNEL)
     assert "one batch: [" in theirs.output, theirs.errors
     assert ours.seen == theirs.seen, ours.errors
 
 
-def test_a_pool_in_a_worker(tmp_path: Path) -> None:
-    """A deliberate difference: torch's workers may not have children, ours may."""
+def test_a_worker_may_have_a_pool_of_processes(tmp_path: Path) -> None:
+    """A deliberate difference: torch's workers may not have children."""
     theirs, ours = run_both("pool_in_worker", tmp_path)
     threads = "[tensor([285]), tensor([2470])]\n"
     refused = "refused: AssertionError: daemonic processes are not allowed"
@@ -102,9 +102,9 @@ def test_a_pool_in_a_worker(tmp_path: Path) -> None:
     assert (ours.status, ours.left) == (0, []), ours.errors
 
 
-def test_a_crash_in_native_code(tmp_path: Path) -> None:
-    """The same error, of the class and with the words that scripts look for."""
-    # Torch raises in its signal handler: now and then where the script catches nothing.
+def test_a_crash_in_native_code_raises_torchs_error(tmp_path: Path) -> None:
+    """Scripts look for its class and its message."""
+    # Torch raises in a signal handler, sometimes where the script catches nothing.
     for attempt in range(3):
         (tmp_path / str(attempt)).mkdir()
         theirs, ours = run_both("crashing", tmp_path / str(attempt))
@@ -114,20 +114,20 @@ def test_a_crash_in_native_code(tmp_path: Path) -> None:
     assert (ours.status, ours.output, ours.left) == (0, theirs.output, []), ours.errors
 
 
-def test_ctrl_c(tmp_path: Path) -> None:
-    """One traceback, the user's; the same exit status, and nothing left."""
-    found: list[Ended] = []
+def test_ctrl_c_ends_a_script_as_with_torchs_loader(tmp_path: Path) -> None:
+    """With the user's traceback only, the same exit status, and no process left."""
+    runs: list[Ended] = []
     for line in (THEIRS, OURS):
-        folder = tmp_path / str(len(found))
+        folder = tmp_path / str(len(runs))
         process = begin("interrupted", line, folder, PYTHON)
         assert process.stdout is not None
         for _ in range(5):
             assert process.stdout.readline() == "a batch\n"
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does
-        found.append(end(process, folder))
-    theirs, ours = found
+        runs.append(end(process, folder))
+    theirs, ours = runs
     assert theirs.status == -signal.SIGINT
-    for ended in found:
+    for ended in runs:
         assert ended.seen[2] == 1, ended.errors
         assert ended.errors.rstrip().endswith("KeyboardInterrupt")
     assert ours.seen == theirs.seen
@@ -143,8 +143,7 @@ include = covered.py
 """
 
 
-def test_coverage(tmp_path: Path) -> None:
-    """Lines that run in workers only are seen, as they are with torch's loader."""
+def test_coverage_sees_lines_that_only_workers_run(tmp_path: Path) -> None:
     settings = tmp_path / "settings"
     settings.write_text(COVERAGE_SETTINGS)
     missing = {}

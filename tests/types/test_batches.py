@@ -1,6 +1,6 @@
 """User code whose batches have types: checked by mypy and pyright, and run.
 
-``assert_type`` holds what a type checker infers; the line after it, that this is true.
+``assert_type`` checks the inferred type; the line after it, that the type is true.
 An ``ignore`` that is not needed is an error of both checkers.
 """
 
@@ -15,7 +15,7 @@ from aioloader import DataLoader, Device, Skip, progress
 
 
 class Sized:
-    """Of so many samples."""
+    """Has a length."""
 
     def __len__(self) -> int:
         return 4
@@ -36,7 +36,7 @@ class Labelled(Sized, Dataset[tuple[Tensor, int]]):
 
 
 class Remote(Sized):
-    """Read by a coroutine function; no base class of torch's."""
+    """Read by a coroutine function; without a base class of torch."""
 
     async def __getitem__(self, index: int) -> dict[str, Tensor]:
         return {"x": torch.full((3,), index)}
@@ -58,7 +58,7 @@ class Numbers(IterableDataset[int]):
 
 
 class Point(NamedTuple):
-    """It stays a named tuple, with other types of fields."""
+    """Stays a named tuple in batches, with other types of fields."""
 
     x: Tensor
     name: str
@@ -69,7 +69,7 @@ UNTYPED: Dataset[Any] = Vectors()
 
 
 def lengths(samples: list[Tensor]) -> list[int]:
-    """Collate to something of the user's."""
+    """Collate to a list of numbers."""
     return [len(sample) for sample in samples]
 
 
@@ -89,12 +89,12 @@ async def looked_up(sample: Tensor) -> dict[str, Tensor]:
 
 
 def named(sample: Tensor) -> str:
-    """Transform to what stays a list."""
+    """Transform to a type whose batches are lists."""
     return str(sample)
 
 
-async def test_tensors() -> None:
-    """A batch of tensors is a tensor, by ``for``, ``async for`` and ``progress``."""
+async def test_batches_of_tensors_are_tensors() -> None:
+    """By ``for``, ``async for`` and ``progress``."""
     loader = DataLoader(Vectors(), batch_size=2, shuffle=True, num_workers=0)
     assert_type(loader, DataLoader[Tensor])
     for batch in loader:
@@ -110,8 +110,8 @@ async def test_tensors() -> None:
         assert type(batch) is Tensor
 
 
-def test_numbers() -> None:
-    """They become tensors, from a list, a range and a stream."""
+def test_batches_of_numbers_are_tensors() -> None:
+    """From a list, a range and a stream."""
     for batch in DataLoader([1, 2, 3]):
         assert_type(batch, Tensor)
         assert type(batch) is Tensor
@@ -122,8 +122,7 @@ def test_numbers() -> None:
         assert type(batch) is Tensor
 
 
-def test_tuples() -> None:
-    """A batch of tuples is a list, as in torch."""
+def test_batches_of_tuples_are_lists() -> None:
     for batch in DataLoader(Labelled(), batch_size=2):
         assert_type(batch, list[Tensor])
         assert type(batch) is list
@@ -132,8 +131,8 @@ def test_tuples() -> None:
         assert type(vectors) is type(labels) is Tensor
 
 
-async def test_async_datasets() -> None:
-    """What is awaited, or yielded, is the sample."""
+async def test_awaited_samples_have_their_type() -> None:
+    """Of map-style datasets and of streams."""
     async for batch in DataLoader(Remote(), batch_size=2):
         assert_type(batch, dict[str, Tensor])
         assert type(batch["x"]) is Tensor
@@ -142,24 +141,24 @@ async def test_async_datasets() -> None:
         assert type(tensor) is Tensor
 
 
-async def test_collate_fn() -> None:
-    """What it, or its coroutine, returns is the batch, after a transform or not."""
+async def test_a_batch_has_the_type_that_collate_fn_returns() -> None:
+    """A coroutine's result counts; there may be a transform."""
     for batch in DataLoader(Vectors(), batch_size=2, collate_fn=lengths):
         assert_type(batch, list[int])
         assert batch == [3, 3]
     for sample in DataLoader(Vectors(), batch_size=None, collate_fn=len):
         assert_type(sample, int)
         assert sample == 3
-    async for found in DataLoader(Vectors(), 4, collate_fn=fetched):
-        assert_type(found, set[int])
-        assert found == {0, 1, 2, 3}
+    async for numbers in DataLoader(Vectors(), 4, collate_fn=fetched):
+        assert_type(numbers, set[int])
+        assert numbers == {0, 1, 2, 3}
     loader = DataLoader(Vectors(), 4, collate_fn=fetched, transform=torch.neg)
     assert_type(loader, DataLoader[set[int]])
     assert [batch async for batch in loader] == [{0, -1, -2, -3}]
 
 
-async def test_transforms() -> None:
-    """What they return is the sample."""
+async def test_a_sample_has_the_type_that_a_transform_returns() -> None:
+    """Samples of that type are collated."""
     for pair in DataLoader(Vectors(), batch_size=2, transform=decoded):
         assert_type(pair, list[Tensor])
         assert type(pair) is list
@@ -168,8 +167,8 @@ async def test_transforms() -> None:
         assert type(batch["x"]) is Tensor
 
 
-def test_what_typing_cannot_say_is_any() -> None:
-    """Rather than something that is not true."""
+def test_batches_that_typing_cannot_express_are_any() -> None:
+    """Not a type that would be false."""
     assert_type(DataLoader(POINTS, batch_size=2), DataLoader[Any])
     assert type(next(iter(DataLoader(POINTS, batch_size=2)))) is Point
     assert_type(DataLoader(Vectors(), transform=named), DataLoader[Any])
@@ -177,7 +176,7 @@ def test_what_typing_cannot_say_is_any() -> None:
     padded = DataLoader(Vectors(), tail="pad", rank=0, world_size=1)
     assert_type(padded, DataLoader[Any])
     assert type(next(iter(padded))) is tuple
-    # A dataset, a transform or a function of which nothing is known.
+    # A dataset, a transform or a collate_fn of unknown type.
     unknown: Any = str
     assert_type(DataLoader(UNTYPED), DataLoader[Any])
     assert_type(DataLoader(Vectors(), transform=unknown), DataLoader[Any])
@@ -186,8 +185,8 @@ def test_what_typing_cannot_say_is_any() -> None:
     assert_type(DataLoader(Vectors(), **options), DataLoader[Any])
 
 
-def test_devices() -> None:
-    """Only with a transform they make batches that typing does not know."""
+def test_a_device_keeps_the_type_of_a_batch() -> None:
+    """Unless the device has a transform."""
     plain = Device("cpu", ahead=2)
     assert_type(DataLoader(Vectors(), 2, device=plain), DataLoader[Tensor])
     loader = DataLoader(Vectors(), 2, device=Device(keys=[0]), on_error=Skip(at_most=1))
@@ -197,8 +196,8 @@ def test_devices() -> None:
     assert next(iter(DataLoader(Vectors(), 2, device=lengths))) == 2
 
 
-def test_the_users_own_word_counts() -> None:
-    """Brackets, a function's argument, a sub-class."""
+def test_a_type_that_the_user_states_is_used() -> None:
+    """By brackets, a function's argument, or a subclass."""
 
     class Mine(DataLoader[Tensor]):
         """A loader of tensors, whatever the dataset says."""

@@ -14,7 +14,7 @@ PYRIGHT = Path(sys.executable).with_name("pyright")
 @pytest.mark.slow
 @pytest.mark.skipif(not PYRIGHT.exists(), reason="pyright is in the group `lint`")
 def test_public_names_have_types(tmp_path: Path) -> None:
-    """But what derives from a class of a package that has none."""
+    """Except a class that derives from an untyped package."""
     arguments = ["--verifytypes", "aioloader", "--ignoreexternal", "--outputjson"]
     path = os.pathsep.join([str(PYRIGHT.parent), os.environ["PATH"]])
     done = subprocess.run(
@@ -25,11 +25,11 @@ def test_public_names_have_types(tmp_path: Path) -> None:
         env=os.environ | {"PATH": path},
         text=True,
     )
-    found = json.loads(done.stdout)["typeCompleteness"]
+    report = json.loads(done.stdout)["typeCompleteness"]
     unknown = [
         symbol["name"]
-        for symbol in found["symbols"]
+        for symbol in report["symbols"]
         if not symbol["isTypeKnown"] or symbol["isTypeAmbiguous"]
     ]
     assert set(unknown) <= {"aioloader.accelerate.AsyncIterableDatasetShard"}
-    assert found["completenessScore"] >= 0.99
+    assert report["completenessScore"] >= 0.99

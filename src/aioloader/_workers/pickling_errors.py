@@ -20,13 +20,13 @@ def explain(spec: object, error: Exception, reducers: Reducers = _NONE) -> str:
         refusal = _refusal(part, set(), reducers)
         if refusal is not None:
             path, culprit = refusal
-            owner = type(part).__name__ if name == "dataset" else name
+            where = (type(part).__name__ if name == "dataset" else name) + path
             return (
-                f"{owner}{path} cannot be pickled, so it cannot be sent to worker "
-                f"processes: a {type(culprit).__name__!r} object ({error}); open it in "
-                "the worker (lazily, in `lifespan=` or in `worker_init_fn`), leave it "
-                "out in `__getstate__`, define it in a module that your script "
-                "imports, let workers inherit it with multiprocessing_context='fork', or use "
+                f"{where} cannot be pickled, so it cannot be sent to worker processes: "
+                f"a {type(culprit).__name__!r} object ({error}); open it in the worker "
+                "(lazily, in `lifespan=` or in `worker_init_fn`), leave it out in "
+                "`__getstate__`, define it in a module that your script imports, let "
+                "workers inherit it with multiprocessing_context='fork', or use "
                 "workers='thread'"
             )
     if _refusal(spec, set(), reducers) is None:  # a signal handler has raised it, say

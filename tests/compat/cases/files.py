@@ -23,7 +23,7 @@ def values() -> Any:
 
 
 class Rows(Dataset[Any]):
-    """Rows of an array that is opened when this is made, or in the worker."""
+    """Rows of an array that is opened in the constructor, or in the worker."""
 
     def __init__(self, path: Path, way: str) -> None:
         self.path = path
@@ -49,8 +49,8 @@ def an_open_file_itself(kit: Kit, workers: int) -> Any:
         file.create_dataset("rows", data=values())
     with h5py.File(path, "r") as file:
         rows = file["rows"]
-        found = [plain(b) for b in kit.loader(rows, 4, num_workers=workers)]
-        return [found, plain(rows[2])]
+        epoch = [plain(b) for b in kit.loader(rows, 4, num_workers=workers)]
+        return [epoch, plain(rows[2])]
 
 
 @cases.add(
@@ -93,7 +93,7 @@ def to_dict(pair: Any) -> dict[str, Any]:
 
 @cases.add(*WORKERS)
 def webdataset(kit: Kit, workers: int) -> Any:
-    """Its pipeline, over shards that it deals to workers itself; twice."""
+    """Two epochs of its pipeline, which splits the shards among workers itself."""
     paths = shards(kit.folder)
     data = wds.WebDataset(paths, shardshuffle=False, empty_check=False)
     data = data.decode().to_tuple("cls", "txt").map(to_dict)
@@ -133,7 +133,7 @@ def which_worker(_worker: int) -> None:
 
 @cases.add({"workers": 2})
 def pandas(kit: Kit, workers: int) -> Any:
-    """An init function changes the worker's dataset: batches come in torch's turns."""
+    """An init function changes the worker's dataset; workers take turns as in torch."""
     frame = pd.DataFrame({"x": range(23), "y": 0.5, "name": "none"})
     data = Frame(frame)
     loader = kit.cls(data, 4, num_workers=workers, worker_init_fn=which_worker)

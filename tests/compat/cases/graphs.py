@@ -1,4 +1,4 @@
-"""torch_geometric's loaders, sub-classes of the class that torch.utils.data names."""
+"""torch_geometric's loaders, subclasses of ``torch.utils.data.DataLoader``."""
 
 from typing import Any
 
@@ -12,9 +12,9 @@ cases = Cases()
 
 def shift(graph: Any) -> Any:
     """Add ``SHIFT`` to the nodes of a copy."""
-    found = graph.clone()
-    found.x = found.x + SHIFT
-    return found
+    shifted = graph.clone()
+    shifted.x = shifted.x + SHIFT
+    return shifted
 
 
 def graphs() -> list[Any]:
@@ -42,7 +42,7 @@ def geometric(kit: Kit) -> Any:
 def two_epochs(kit: Kit, loader: Any) -> Any:
     kit.check_engine(loader)
     return [
-        [plain(batch.to_dict()), [plain(one.to_dict()) for one in batch.to_data_list()]]
+        [plain(batch.to_dict()), [plain(g.to_dict()) for g in batch.to_data_list()]]
         for _ in range(2)
         for batch in loader
     ]
@@ -94,7 +94,7 @@ def parts_of_a_graph(kit: Kit, workers: int) -> Any:
 
 @cases.add(*WORKERS)
 def nodes_with_neighbours(kit: Kit, workers: int) -> Any:
-    """A loader that keeps a ``transform`` of its own, and applies it to batches."""
+    """A loader that keeps its own ``transform``, and applies it to batches."""
     loaders = geometric(kit)
     from torch_geometric.sampler import BaseSampler, SamplerOutput
 

@@ -42,7 +42,7 @@ def options_of(kind: str) -> dict[str, Any]:
 
 
 @cases.add(
-    *[{**one, "seedable": seedable} for one in KINDS for seedable in (True, False)],
+    *[{**k, "seedable": seedable} for k in KINDS for seedable in (True, False)],
     {"workers": 0, "kind": "sized", "seedable": False},
 )
 def train(kit: Kit, workers: int, kind: str, seedable: bool) -> Any:
@@ -78,7 +78,7 @@ def train(kit: Kit, workers: int, kind: str, seedable: bool) -> Any:
     {"kind": "map", "split_batches": True, "even_batches": False},
 )
 def dealt(kit: Kit, kind: str, **how: bool) -> Any:
-    """One process reads for all, or each its own part, or a batch is cut in parts."""
+    """One process reads for all, each reads its part, or batches are split."""
     tool = accelerator(kit, **how)
     shuffle = "split_batches" in how or None
     loader = kit.prepared(tool, kit.loader(dataset(kind), 4, shuffle=shuffle))
@@ -88,7 +88,7 @@ def dealt(kit: Kit, kind: str, **how: bool) -> Any:
 
 @cases.add(*KINDS)
 def skipped(kit: Kit, workers: int, kind: str) -> Any:
-    """The rest of an epoch, as a run that was broken off goes on."""
+    """The rest of an epoch, as in a run that is resumed."""
     tool = accelerator(kit)
     given = kit.loader(dataset(kind), 4, num_workers=workers, **options_of(kind))
     loader = kit.prepared(tool, given)
@@ -98,10 +98,10 @@ def skipped(kit: Kit, workers: int, kind: str) -> Any:
     return [batches(rest), batches(loader)]
 
 
-EPOCHS = tuple({**one, "epoch": epoch} for one in WORKERS for epoch in (0, 1))
+EPOCHS = tuple({**w, "epoch": epoch} for w in WORKERS for epoch in (0, 1))
 
 
-@cases.add(*[{**one, "step": step} for one in EPOCHS for step in (0, 1, 2)])
+@cases.add(*[{**e, "step": step} for e in EPOCHS for step in (0, 1, 2)])
 def resume(kit: Kit, workers: int, epoch: int, step: int) -> Any:
     """A state of the prepared loader: in an epoch, or (0) at its last batch."""
 
@@ -119,7 +119,7 @@ def resume(kit: Kit, workers: int, epoch: int, step: int) -> Any:
     for _ in range(epoch):
         batches(first)
     _, state = stopped(first, step or len(first))
-    left = [expected[epoch][step:]] if step else []  # else it is the next epoch's turn
+    left = [expected[epoch][step:]] if step else []  # else the next epoch follows
     left += expected[epoch + 1 :]
     assert resumed(loader(), state, len(left)) == left
     return expected
@@ -145,11 +145,11 @@ def async_datasets(kit: Kit, dispatch: bool) -> Any:
 
 @cases.add(*WORKERS)
 def prepared_by_accelerate_alone(kit: Kit, workers: int) -> Any:
-    """It makes torch's loader: a warning if that is as good, else an error."""
+    """It makes torch's loader: it warns if the batches are the same, else it raises."""
     tool = accelerator(kit)
     cls = kit.cls
     loader = tool.prepare(cls(dataset("map"), 4, shuffle=True, num_workers=workers))
-    found = [batches(loader) for _ in range(2)]
+    epochs = [batches(loader) for _ in range(2)]
     if kit.is_ours:
         assert type(loader.base_dataloader) is torch.utils.data.DataLoader
         for lost in (
@@ -161,22 +161,22 @@ def prepared_by_accelerate_alone(kit: Kit, workers: int) -> Any:
             check_refused(tool, aioloader.DataLoader(dataset("map"), 4, **lost), *lost)
         async_one: Any = aioloader.DataLoader(dataset("async"), 4)
         check_refused(tool, async_one, "an async dataset")
-    return found
+    return epochs
 
 
-def check_refused(tool: Accelerator, loader: Any, what: str) -> None:
+def check_refused(tool: Accelerator, loader: Any, option: str) -> None:
     try:
         tool.prepare(loader)
     except ValueError as error:
-        assert what in str(error), error
+        assert option in str(error), error
         assert "aioloader.accelerate.prepare" in str(error)
         return
-    raise AssertionError(f"{what} was lost in silence")
+    raise AssertionError(f"{option} was lost silently")
 
 
 @cases.add()
 def pair_ranks_twice(kit: Kit) -> Any:
-    """``rank=`` beside accelerate's own dealing is an error."""
+    """``rank=`` is an error, for accelerate splits the samples, too."""
     if not kit.is_ours:
         return None
     tool = accelerator(kit)
@@ -186,7 +186,7 @@ def pair_ranks_twice(kit: Kit) -> Any:
     except ValueError as error:
         assert "splits them" in str(error)
         return None
-    raise AssertionError("dealt twice")
+    raise AssertionError("split twice")
 
 
 @cases.add(*[{"workers": w, "dispatch": d} for w in (0, 2) for d in (0, 1)])
@@ -202,7 +202,7 @@ def own_stream(kit: Kit, workers: int, dispatch: int) -> Any:
 
 @cases.add(*[{"workers": w, "step": s} for w in (0, 2) for s in (1, 2, 3)])
 def own_stream_resumed(kit: Kit, workers: int, step: int) -> Any:
-    """Amid the second epoch of three, and at its end; each has another order."""
+    """In the second of three epochs, and at its end; each has its own order."""
     if not kit.is_ours:
         return None
 

@@ -7,7 +7,7 @@ from aioloader.datasets import from_iterable
 from compat.kit import WORKERS, Cases, Kit, batches, plain, resumed, stopped
 
 cases = Cases()
-# By name: there is a folder of tests that is called so too.
+# By name, because a folder of tests has the same name.
 datasets: Any = importlib.import_module("datasets")
 nodes: Any = importlib.import_module("datasets.distributed")
 datasets.disable_progress_bars()
@@ -24,33 +24,33 @@ def add_one(row: dict[str, Any]) -> dict[str, Any]:
 
 @cases.add(*[{**w, "form": form} for w in WORKERS for form in ("torch", "numpy", None)])
 def map_style(kit: Kit, workers: int, form: str | None) -> Any:
-    """Two epochs over one dataset, which is there afterwards."""
+    """Two epochs over a dataset, which is unchanged afterwards."""
     data = table().map(add_one).with_format(form)
     loader = kit.cls(data, 4, shuffle=True, num_workers=workers)
-    found = [batches(loader) for _ in range(2)]
-    return [found, plain(data[3]), len(loader)]
+    epochs = [batches(loader) for _ in range(2)]
+    return [epochs, plain(data[3]), len(loader)]
 
 
 @cases.add(*WORKERS)
 def with_a_transform(kit: Kit, workers: int) -> Any:
-    """Ours after the dataset's own: the engine shows."""
+    """The loader's transform, after the dataset's own."""
     data = table().with_format("torch")
     return batches(kit.loader(data, 4, True, num_workers=workers))
 
 
 @cases.add(*[{**w, "shuffle": s} for w in WORKERS for s in (False, True)])
 def streaming(kit: Kit, workers: int, shuffle: bool) -> Any:
-    """Shards are dealt to workers; ``set_epoch`` counts."""
+    """Shards are split among workers; ``set_epoch`` counts."""
     data = table().to_iterable_dataset(num_shards=3).map(add_one)
     if shuffle:
         data = data.shuffle(seed=3, buffer_size=5)
     data = data.with_format("torch")
     loader = kit.cls(data, 4, num_workers=workers)
-    found = []
+    epochs = []
     for epoch in range(2):
         data.set_epoch(epoch)
-        found.append(batches(loader))
-    return found
+        epochs.append(batches(loader))
+    return epochs
 
 
 @cases.add(*[{**w, "step": step} for w in WORKERS for step in (1, 3)])
@@ -67,7 +67,7 @@ def streaming_resumed(kit: Kit, workers: int, step: int) -> Any:
 
 @cases.add(*[{**w, "step": step} for w in WORKERS for step in (0, 1, 4, 6)])
 def streaming_after_a_resumed_epoch(kit: Kit, workers: int, step: int) -> Any:
-    """Later epochs are whole; with torchdata they are as short as the resumed one."""
+    """Later epochs are whole; torchdata's would be as short as the resumed one."""
 
     def loader() -> Any:
         data = table().to_iterable_dataset(num_shards=2).with_format("torch")
@@ -83,7 +83,7 @@ def streaming_after_a_resumed_epoch(kit: Kit, workers: int, step: int) -> Any:
 
 @cases.add(*[{**w, "step": step} for w in WORKERS for step in (1, 4)])
 def streaming_in_a_later_epoch(kit: Kit, workers: int, step: int) -> Any:
-    """A resumed script need not set the epoch: it is that of the state."""
+    """A resumed script need not set the epoch, which is in the state."""
 
     def loader(epoch: int) -> Any:
         data = table().to_iterable_dataset(num_shards=2)
@@ -99,7 +99,7 @@ def streaming_in_a_later_epoch(kit: Kit, workers: int, step: int) -> Any:
 
 @cases.add(*WORKERS)
 def streaming_through_our_stream(kit: Kit, workers: int) -> Any:
-    """A node reads its shards; its shuffle buffer is the same in a resumed run."""
+    """A node reads its shards; a resumed run has the same shuffle buffer."""
 
     def loader(rank: int) -> Any:
         data = table().to_iterable_dataset(num_shards=4).shuffle(3, buffer_size=5)

@@ -29,15 +29,15 @@ class AsyncSamples(Samples):
 
 
 class SampleStream(Stream):
-    """The same, one after the other."""
+    """The same as a stream."""
 
     def __iter__(self) -> Any:
-        for one in super().__iter__():
-            yield {"x": one}
+        for tensor in super().__iter__():
+            yield {"x": tensor}
 
 
 class Model(PreTrainedModel):
-    """One weight; it records what it is given."""
+    """One weight; records its batches."""
 
     config_class = PretrainedConfig
 
@@ -57,7 +57,7 @@ class Model(PreTrainedModel):
 
 
 class Ours(TrainerMixin, Trainer):
-    """As the documentation has it."""
+    """As in the documentation."""
 
     loader_options = {"transform": shift}  # noqa: RUF012
 
@@ -101,10 +101,10 @@ def trainer(kit: Kit, workers: int, kind: str = "map", **options: Any) -> Traine
     )
 
 
-def told(one: Any) -> list[Any]:
+def summary(run: Any) -> list[Any]:
     """Return batches, steps, logged losses, and the weight at the end."""
-    losses = [entry.get("loss") for entry in one.state.log_history]
-    return [one.model.seen, one.state.global_step, losses, one.model.weight.item()]
+    losses = [entry.get("loss") for entry in run.state.log_history]
+    return [run.model.seen, run.state.global_step, losses, run.model.weight.item()]
 
 
 @cases.add(
@@ -114,7 +114,7 @@ def told(one: Any) -> list[Any]:
 )
 def train(kit: Kit, workers: int, kind: str) -> Any:
     """Two epochs, gradients of four batches: the last group is smaller."""
-    one = trainer(
+    run = trainer(
         kit,
         workers,
         kind,
@@ -122,28 +122,28 @@ def train(kit: Kit, workers: int, kind: str) -> Any:
         gradient_accumulation_steps=4,
         save_strategy="no",
     )
-    one.train()
+    run.train()
     if kit.is_ours:
-        kit.check_engine(one.get_train_dataloader().base_dataloader)
-    found = [one.predict(one.eval_dataset).predictions for _ in range(2)]
-    one.evaluate()
-    return [told(one), found]
+        kit.check_engine(run.get_train_dataloader().base_dataloader)
+    predictions = [run.predict(run.eval_dataset).predictions for _ in range(2)]
+    run.evaluate()
+    return [summary(run), predictions]
 
 
 @cases.add({"workers": 2})
 def train_on_async(kit: Kit, workers: int) -> Any:
     """One epoch: its workers start clean and import what the samples need."""
-    one = trainer(kit, workers, "async", num_train_epochs=1, save_strategy="no")
-    one.train()
-    return told(one)
+    run = trainer(kit, workers, "async", num_train_epochs=1, save_strategy="no")
+    run.train()
+    return summary(run)
 
 
 @cases.add({"workers": 0}, {"workers": 2})
 def train_on_a_stream(kit: Kit, workers: int) -> Any:
-    """Its length is unknown: so many steps."""
-    one = trainer(kit, workers, "stream", max_steps=9, save_strategy="no")
-    one.train()
-    return told(one)
+    """Its length is unknown, so the number of steps is given."""
+    run = trainer(kit, workers, "stream", max_steps=9, save_strategy="no")
+    run.train()
+    return summary(run)
 
 
 @cases.add(*[{"workers": w, "step": s} for w in (0, 2) for s in (2, 8)])
@@ -154,12 +154,12 @@ def resume(kit: Kit, workers: int, step: int) -> Any:
     first.train()
     second = trainer(kit, workers, f"map-{step}", **options)
     second.train(resume_from_checkpoint=f"{first.args.output_dir}/checkpoint-{step}")
-    return [told(first), told(second)]
+    return [summary(first), summary(second)]
 
 
 @cases.add({"workers": 0}, {"workers": 2})
 def own_stream(kit: Kit, workers: int) -> Any:
-    """One of our streams, from the beginning and from a checkpoint amid an epoch."""
+    """One of our streams, from the beginning and from a checkpoint within an epoch."""
     options: dict[str, Any] = {"max_steps": 9, "save_steps": 2, "num_train_epochs": 3}
     # Torch's workers would each read a part of the stream.
     count = workers if kit.is_ours else 0
@@ -172,7 +172,7 @@ def own_stream(kit: Kit, workers: int) -> Any:
     second.train(resume_from_checkpoint=f"{first.args.output_dir}/checkpoint-2")
     batches = [batch for mode, batch in first.model.seen if mode == "train"]
     assert [batch for _, batch in second.model.seen] == batches[2:]
-    return [told(first), predicted, told(second)]
+    return [summary(first), predicted, summary(second)]
 
 
 @cases.add({"workers": 0})
@@ -183,8 +183,8 @@ def warn_of_later_epochs(kit: Kit, workers: int) -> Any:
         return True
     first = trainer(kit, workers, "epochs", **options)
     first.train()
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         second = trainer(kit, workers, "epochs", **options)
         second.train(resume_from_checkpoint=f"{first.args.output_dir}/checkpoint-5")
-    return any("training resumes in epoch" in str(one.message) for one in told)
+    return any("training resumes in epoch" in str(w.message) for w in caught)

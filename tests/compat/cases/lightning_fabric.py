@@ -11,13 +11,13 @@ cases = Cases()
 
 
 def fabric(kit: Kit) -> L.Fabric:
-    one = L.Fabric(
+    tool = L.Fabric(
         accelerator="cpu",
         devices=kit.world,
         strategy="ddp" if kit.world > 1 else "auto",
     )
-    one.launch()
-    return one
+    tool.launch()
+    return tool
 
 
 @cases.add(*KINDS)
@@ -48,14 +48,14 @@ def train(kit: Kit, workers: int, kind: str) -> Any:
 
 @cases.add(*WORKERS)
 def several_and_moved(kit: Kit, workers: int) -> Any:
-    """Two loaders at once, one of them left in the middle."""
+    """Two loaders in one loop, which leaves the longer one in the middle."""
     tool = fabric(kit)
-    one, two = tool.setup_dataloaders(
+    first, second = tool.setup_dataloaders(
         kit.loader(dataset("map"), 4, num_workers=workers),
         kit.loader(dataset("map", 9), 2, True, num_workers=workers, drop_last=True),
     )
-    kit.check_engine(one._dataloader)
-    return [plain([*zip(one, two, strict=False)]), len(one), len(two)]
+    kit.check_engine(first._dataloader)
+    return [plain([*zip(first, second, strict=False)]), len(first), len(second)]
 
 
 @cases.add(*WORKERS)
@@ -68,12 +68,12 @@ def own_stream(kit: Kit, workers: int) -> Any:
         kit.check_engine(made._dataloader)
         return made
 
-    expected = [batches(one := loader()), batches(one), len(one)]
+    expected = [batches(whole := loader()), batches(whole), len(whole)]
     if kit.is_ours:
         first, second = loader(), loader()
         iterator = iter(first)
-        found = [plain(next(iterator)) for _ in range(2)]
+        head = [plain(next(iterator)) for _ in range(2)]
         state = kit.merged(first._dataloader.state_dict())
         second._dataloader.load_state_dict(state)
-        assert [found + batches(second), batches(second), len(second)] == expected
+        assert [head + batches(second), batches(second), len(second)] == expected
     return expected

@@ -15,7 +15,7 @@ cases = Cases()
 
 
 class Model(L.LightningModule):
-    """One weight; it records what it is given."""
+    """One weight; records its batches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ def trainer(kit: Kit, **options: Any) -> L.Trainer:
 
 
 def gathered(model: Model, training: L.Trainer) -> list[Any]:
-    metrics = {name: float(one) for name, one in training.callback_metrics.items()}
+    metrics = {key: float(value) for key, value in training.callback_metrics.items()}
     weight = model.weight.item()
     return [model.seen, training.global_step, metrics, weight]
 
@@ -119,7 +119,7 @@ def fit_from_a_hook(kit: Kit, workers: int) -> Any:
 
 @cases.add(*WORKERS)
 def predict(kit: Kit, workers: int) -> Any:
-    """Lightning puts a batch sampler of its own in."""
+    """Lightning replaces the batch sampler by its own."""
     loader = kit.loader(dataset("map"), 4, num_workers=workers)
     model, training = Model(), trainer(kit)
     given = training.predict(model, loader)
@@ -128,9 +128,9 @@ def predict(kit: Kit, workers: int) -> Any:
 
 @cases.add(*WORKERS)
 def a_sub_class(kit: Kit, workers: int) -> Any:
-    """Its ``**kwargs`` carry what Lightning knows nothing of; its workers persist.
+    """With arguments that Lightning does not know in ``**kwargs``.
 
-    They end with Lightning's teardown.
+    Its persistent workers end with Lightning's teardown.
     """
 
     class Mine(kit.cls):  # type: ignore[name-defined,misc]
@@ -144,7 +144,7 @@ def a_sub_class(kit: Kit, workers: int) -> Any:
     return gathered(model, training)
 
 
-@cases.add(*[{**one, "step": step} for one in WORKERS for step in (3, 6, 9)])
+@cases.add(*[{**w, "step": step} for w in WORKERS for step in (3, 6, 9)])
 def resume(kit: Kit, workers: int, step: int) -> Any:
     """In mid-epoch, and after an epoch's last batch, as torchdata's loader does."""
     if kit.world > 1:
@@ -183,7 +183,7 @@ def numbers() -> Any:
 
 
 LIMITS = {
-    # what is read, the step after which it is saved (None: after the epoch),
+    # the dataset, the step after which it is saved (None: after the epoch),
     # and the steps of the whole run that follow it in the resumed one
     "a keyed order": ("keyed", 3, range(3, 18)),
     "a keyed order, after an epoch": ("keyed", None, range(6, 18)),
@@ -196,7 +196,7 @@ LIMITS = {
 
 @cases.add(*({"limit": limit} for limit in LIMITS))
 def resume_within_lightnings_limits(kit: Kit, limit: str) -> Any:
-    """As the table of ``docs/compatibility.md`` has it."""
+    """As in the table of ``docs/compatibility.md``."""
     if kit.world > 1 or not kit.is_ours:
         return None
     kind, step, steps = LIMITS[limit]
@@ -217,14 +217,14 @@ def resume_within_lightnings_limits(kit: Kit, limit: str) -> Any:
     resumed = Model()
     training = trainer(kit, max_epochs=3)
     training.fit(resumed, loader(), ckpt_path=str(path), weights_only=False)
-    expected = [whole.seen[one][2] for one in steps]
+    expected = [whole.seen[step][2] for step in steps]
     assert [batch for _, _, batch in resumed.seen] == expected
     return None
 
 
 @cases.add()
 def rank_and_a_sampler_of_lightnings(kit: Kit) -> Any:
-    """Both would deal: an error here, for half the data would be silent."""
+    """Both would split the samples: an error, for data would be lost silently."""
     if kit.world == 1 or not kit.is_ours:
         return None
     loader = kit.loader(dataset("map"), 4, rank=kit.rank, world_size=kit.world)
@@ -233,15 +233,15 @@ def rank_and_a_sampler_of_lightnings(kit: Kit) -> Any:
     except ValueError as error:
         assert "would both split" in str(error)
         return None
-    raise AssertionError("dealt twice")
+    raise AssertionError("split twice")
 
 
 @cases.add(*[{"workers": w, "step": s} for w, s in ((0, 2), (0, 4), (2, 4))])
 def own_stream(kit: Kit, workers: int, step: int) -> Any:
-    """Each rank's part of one of our streams: whole epochs, and resumed amid one."""
+    """Each rank's part of one of our streams: whole epochs, and a resumed one."""
 
     class Merging(Model):
-        """Lightning writes the states of one rank; this one those of all."""
+        """Saves the states of all ranks; Lightning saves those of one rank."""
 
         def on_save_checkpoint(self, checkpoint: Any) -> None:
             loop = checkpoint["loops"]["fit_loop"]["state_dict"]

@@ -33,7 +33,7 @@ cases = Cases()
 
 @cases.add(*KINDS)
 def ignite(kit: Kit, workers: int, kind: str) -> Any:
-    """Two epochs of an engine; it counts iterations and finds lengths."""
+    """Two epochs of an engine, which counts iterations and reads lengths."""
     seen: list[Any] = []
 
     def step(engine: Any, batch: Any) -> float:
@@ -56,17 +56,17 @@ def ignite_rebuilds(kit: Kit, workers: int) -> Any:
     return batches(again)
 
 
-@cases.add(*[{**w, "at": at} for w in WORKERS for at in (2, 8)])
-def ignite_resumes(kit: Kit, workers: int, at: int) -> Any:
-    """A deterministic engine goes on in mid-epoch with the batches that would come."""
+@cases.add(*[{**w, "stop": stop} for w in WORKERS for stop in (2, 8)])
+def ignite_resumes(kit: Kit, workers: int, stop: int) -> Any:
+    """A deterministic engine resumes in mid-epoch with the same batches."""
 
     def run(state: Any = None) -> Any:
         seen: list[Any] = []
         saved: list[Any] = []
         engine = DeterministicEngine(lambda _, batch: seen.append(plain(batch)))
         engine.add_event_handler(
-            Events.ITERATION_COMPLETED(once=at),
-            lambda one: saved.append(copy.deepcopy(one.state_dict())),
+            Events.ITERATION_COMPLETED(once=stop),
+            lambda e: saved.append(copy.deepcopy(e.state_dict())),
         )
         loader = kit.loader(dataset("map"), 4, shuffle=True, num_workers=workers)
         if state is not None:
@@ -77,25 +77,25 @@ def ignite_resumes(kit: Kit, workers: int, at: int) -> Any:
 
     whole, (state,) = run()
     rest, _ = run(state)
-    return [whole, rest, rest == whole[at:]]
+    return [whole, rest, rest == whole[stop:]]
 
 
 @cases.add(*KINDS)
 def metrics(kit: Kit, workers: int, kind: str) -> Any:
-    """Updated by the batch, computed at the end of each epoch."""
-    found = []
+    """Updated with each batch, computed at the end of each epoch."""
+    computed = []
     mean, top = torchmetrics.MeanMetric(), torchmetrics.MaxMetric()
     loader = kit.loader(dataset(kind), 4, num_workers=workers, drop_last=True)
     for _ in range(2):
         for batch in loader:
             mean.update(batch)
             top.update(batch)
-        found.append([mean.compute().item(), top.compute().item()])
+        computed.append([mean.compute().item(), top.compute().item()])
         mean.reset()
-    return found
+    return computed
 
 
-@cases.add(*[{**one, "step": step} for one in KINDS for step in (0, 2, 5)])
+@cases.add(*[{**k, "step": step} for k in KINDS for step in (0, 2, 5)])
 def torchdata_states(kit: Kit, workers: int, kind: str, step: int) -> Any:
     """The rest of an epoch, after a state that was saved in the middle of it."""
 

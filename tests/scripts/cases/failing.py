@@ -1,4 +1,4 @@
-"""Errors of a dataset: caught by type, then uncaught; what was given goes on."""
+"""Errors of a dataset: caught by type while the loop continues, then uncaught."""
 
 import sys
 

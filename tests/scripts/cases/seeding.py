@@ -35,6 +35,6 @@ loader = DataLoader(
     Noise(), 2, shuffle=True, num_workers=2, worker_init_fn=seed_worker, generator=g
 )
 for epoch in range(2):
-    for index, one, two in loader:
-        print(index.tolist(), one.tolist(), two.tolist())
+    for index, a, b in loader:
+        print(index.tolist(), a.tolist(), b.tolist())
 print(np.random.rand(), random.random(), torch.rand(1).item(), g.initial_seed())

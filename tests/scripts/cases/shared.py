@@ -36,9 +36,9 @@ class Sharing(Dataset):
 
 
 for epoch in range(2):
-    found = [batch.tolist() for batch in DataLoader(Sharing(), 2, num_workers=2)]
+    batches = [batch.tolist() for batch in DataLoader(Sharing(), 2, num_workers=2)]
     items = sorted(used.get(timeout=20) for _ in range(8))
-    print(found, items, counter.value, list(table), seen.tolist(), sorted(log))
+    print(batches, items, counter.value, list(table), seen.tolist(), sorted(log))
     settings["scale"] += 1
     del log[:]
 print(used.empty())

@@ -25,8 +25,8 @@ class Printing:
         return index
 
 
-found = [batch.tolist() for batch in DataLoader(Printing(), 2, num_workers=1)]
-print("ended", found)
+batches = [batch.tolist() for batch in DataLoader(Printing(), 2, num_workers=1)]
+print("ended", batches)
 file.write("and once more\n")
 file.close()
 print(open("results.txt").read())
