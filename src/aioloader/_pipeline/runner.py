@@ -252,7 +252,7 @@ def later_error(error: BaseException) -> LoaderClosedError:
     if isinstance(error, LoaderClosedError):
         return error
     return LoaderClosedError(
-        f"the loader's lifespan has failed: {error!r}; mend it, and make a new loader"
+        f"the loader's lifespan has failed: {error!r}; fix it, and create a new loader"
     )
 
 
