@@ -284,7 +284,7 @@ def start_workers(loader: DataLoader[Any]) -> None:
 
 def pools_of(iterator: Any) -> Any:
     """Return the pool that an iterator takes batches from, started or not."""
-    steps = iterator._steps
+    steps = iterator._core
     return (steps.feed or steps.prepared).pipeline.pool._pool
 
 
