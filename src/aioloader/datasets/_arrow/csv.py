@@ -158,11 +158,7 @@ class Dialect:
 
 
 class CSVFormat(TableFormat):
-    """Lines of CSV files.
-
-    A shard is (address, first byte, one past the last); a last of 0 is the file's end.
-    Arguments are those of ``CSVDataset`` and ``TableFormat``.
-    """
+    """Lines of CSV files; a shard is (address, first byte, stop or 0 for the end)."""
 
     def __init__(
         self,

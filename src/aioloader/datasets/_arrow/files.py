@@ -1,10 +1,9 @@
 """What Parquet, Arrow and CSV files share: listing, metadata, decoding in threads.
 
-Shards follow the order of the files. The metadata of many files is read concurrently,
-once each. A thread decodes record batches in steps bounded by ``budget``: one step is
-delivered while the next is decoded and bytes for later ones are in flight. Batches are
-validated first: a single damaged row becomes a ``FailedSample``, any other damage ends
-the shard with an error.
+Shards follow the order of the files, whose metadata is read concurrently. A thread
+decodes record batches in steps: one is delivered while the next is decoded and bytes
+for later ones are in flight. Batches are validated first: a single damaged row becomes
+a ``FailedSample``, any other damage ends the shard with an error.
 """
 
 import asyncio
@@ -53,7 +52,7 @@ BATCH_ROWS = 1 << 14
 _MIN_REQUEST, MAX_REQUEST = 1 << 18, 8 << 20
 # pyarrow's message for invalid text in an otherwise valid column.
 _BAD_TEXT = "Invalid UTF8"
-# An address, and what distinguishes a part of the file.
+# An address, and values that select a part of the file (see the formats).
 FilePart: TypeAlias = tuple[Any, ...]
 
 # Bytes of the first request for a footer; most are shorter.
@@ -356,11 +355,7 @@ class DecodePlan(NamedTuple):
 
 
 class TableFormat(ShardFormat[FilePart]):
-    """Tables in files, each with one or more shards.
-
-    A format implements ``_read_metadata`` and ``_decode_plan``. ``addresses`` are
-    patterns; other arguments, and their errors, are those of ``Projection``.
-    """
+    """Tables in files; subclasses read their metadata and plan their decoding."""
 
     def __init__(self, addresses: Any, storage: Storage, **projection: Any) -> None:
         self._addresses = addresses

@@ -42,9 +42,8 @@ _SHARD_BYTES = 4 << 20
 class ArrowFormat(TableFormat):
     """Arrow IPC files (Feather) and streams.
 
-    A shard is (address, first record batch, one past the last), with (0, 0) for a
-    stream. A part of a single batch adds its number and the number of parts. Arguments
-    are those of ``ArrowDataset`` and ``TableFormat``.
+    A shard is (address, first batch, stop), with (0, 0) for a stream; a part of a
+    single batch adds its number and the number of parts.
     """
 
     def __init__(

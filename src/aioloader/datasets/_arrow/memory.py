@@ -93,10 +93,7 @@ class MemoryFormat(ShardFormat[RowRange]):
 
 
 class FragmentFormat(ShardFormat):
-    """Fragments of a pyarrow dataset, or parts of fragments; Parquet by row groups.
-
-    Subclasses by other libraries, such as Lance, must support columns and filters.
-    """
+    """Fragments (or parts) of a dataset of pyarrow or a subclass, such as Lance's."""
 
     def __init__(self, dataset: "ds.Dataset", projection: Projection) -> None:
         self._dataset = dataset

@@ -60,11 +60,7 @@ class Footer:
 
 
 class ParquetFormat(TableFormat):
-    """Row groups of Parquet files.
-
-    A shard is (address, row group); a part of a row group adds its number and the
-    number of parts. Arguments and errors are those of ``TableFormat``.
-    """
+    """Row groups of Parquet files; a shard is (address, row group[, part, parts])."""
 
     def open_together(
         self, shards: Sequence[FilePart], budget: int

@@ -77,10 +77,7 @@ class Partitions:
         return schema
 
     def guarantee(self, name: str, own: pa.Schema) -> pc.Expression | None:
-        """Return a condition that all rows of a file meet, by its name; or None.
-
-        A column that the file itself has (``own``) overrides the one in its name.
-        """
+        """Return the condition that a name guarantees, except on ``own`` columns."""
         guarantee, values = None, self.of(name)
         for field in self._columns:
             if field.name not in values or field.name in own.names:
@@ -105,11 +102,7 @@ def _type_of(values: "set[Any]") -> pa.DataType:
 
 
 class Filters:
-    """The condition that selects rows.
-
-    ``filters`` is a pyarrow expression, or ``[[(column, op, value), ...], ...]``: the
-    tuples of a list are joined by AND, the lists by OR. Other values: a ValueError.
-    """
+    """The condition that selects rows: an expression or lists, as in pyarrow."""
 
     def __init__(self, filters: Any) -> None:
         from pyarrow import parquet  # noqa: PLC0415  (slow to import)
@@ -126,10 +119,7 @@ class Filters:
         self._nans: dict[pa.Schema, list[pc.Expression]] = {}
 
     def describe(self) -> str:
-        """Return the condition as text, with a digest if pyarrow abbreviates it.
-
-        The text is the same in all versions of pyarrow; the digest may differ.
-        """
+        """Return the condition as text, with a digest if pyarrow abbreviates it."""
         text = str(self.expression)
         if "..." not in text:
             return text
@@ -137,10 +127,7 @@ class Filters:
         return f"{text} {blake2b(data, digest_size=8).hexdigest()}"
 
     def names(self, schema: pa.Schema) -> list[str]:
-        """Return the columns that the condition uses.
-
-        pyarrow does not report them, so this drops columns until filtering fails.
-        """
+        """Return the columns that the condition uses, found by dropping columns."""
         table = schema.empty_table()
         try:
             table.filter(self.expression)
@@ -220,10 +207,7 @@ class Filters:
         return numbers
 
     def nans(self, schema: pa.Schema) -> list[pc.Expression]:
-        """Return a NaN condition for each float column that may match as NaN.
-
-        Statistics leave NaN out, so they may not skip rows by such a column.
-        """
+        """Return a condition for each float column that may match as NaN."""
         if schema not in self._nans:
             fields = [schema.field(name) for name in self.names(schema)]
             nans = [
@@ -332,10 +316,7 @@ class Projection:
         return self
 
     def add(self, schema: pa.Schema, location: str, *, is_late: bool = False) -> None:
-        """Unify the columns of a file with those of the previous files.
-
-        Once reading has begun (``is_late``), types are final.
-        """
+        """Unify a file's columns with the previous; if ``is_late``, types are final."""
         if any(schema is seen or schema.equals(seen) for seen in self._seen):
             return
         for name in self.names:
@@ -518,10 +499,7 @@ def _can_cast(kind: pa.DataType, target: pa.DataType) -> bool:
 
 
 def _is_unchecked(kind: pa.DataType, target: pa.DataType) -> bool:
-    """Return whether Arrow's safe cast may change values without an error.
-
-    Rounding to a smaller float, or to infinity, does not count.
-    """
+    """Return whether a safe cast may change values, except by rounding floats."""
     types = pa.types
     if types.is_struct(kind) and types.is_struct(target):
         names = {field.name for field in kind} & {field.name for field in target}

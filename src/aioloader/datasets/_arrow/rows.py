@@ -183,10 +183,7 @@ class Rows(Sequence[dict[str, Any]]):
         return self._with_parts(parts)
 
     def interleaved(self, blocks: Sequence[Any]) -> "Rows | None":
-        """Return the rows interleaved with ``blocks`` of the same length, copied.
-
-        The first row of each block comes first. None if their columns differ.
-        """
+        """Interleave these rows with ``blocks``, in a copy; None as in ``joined``."""
         joined, count = self.joined(blocks), 1 + len(blocks)
         if joined is None:
             return None

@@ -90,11 +90,7 @@ class SingleRows:
 async def single_rows(
     table_format: TableFormat, shards: Sequence[Any]
 ) -> tuple[list[MappedTable], Edges]:
-    """Return the shards' files, and the edges that map row indices to them.
-
-    Raises:
-        ValueError: If a file is remote, or rows are filtered.
-    """
+    """Return the files and edges of shards, which must be local and unfiltered."""
     storage = table_format.storage
 
     async def file_of(address: str) -> MappedTable:

@@ -132,14 +132,11 @@ class DatabaseURL:
         return os.path.abspath(self._path)  # noqa: PTH100  (no links followed)
 
     def for_driver(self) -> str:
-        """Return a URI for SQLite, read-only, or for libpq; it holds the password.
-
-        Raises an OSError if the file is missing or cannot be read.
-        """
+        """Return a read-only URI for SQLite, or one for libpq with the password."""
         before, query = self._parts()
         if not self.is_sqlite:  # the last parameter of a name wins
             return f"{before}?{'&'.join((_DEFAULTS, *query, _ENCODING))}"
-        if not os.path.exists(self.path):  # noqa: PTH110  (a string it stays)
+        if not os.path.exists(self.path):  # noqa: PTH110  (a string)
             raise FileNotFoundError("no such file")
         if not os.access(self.path, os.R_OK):
             raise PermissionError("permission denied")
@@ -153,11 +150,9 @@ class DatabaseURL:
         return f"{before}?{kept}".replace("+", "%2B")
 
     def check_pages(self, page: int) -> None:
-        """Check that an SQLite file ends with a whole page: SQLite would read zeros.
-
-        The file is not opened: closing it would drop this process's locks on it.
-        """
-        size = os.stat(self.path).st_size  # noqa: PTH116  (a string it stays)
+        """Check that an SQLite file ends with a whole page: SQLite would read zeros."""
+        # Not opened: closing it would drop this process's locks on it.
+        size = os.stat(self.path).st_size  # noqa: PTH116  (a string)
         if size % page:
             raise TruncatedReadError(
                 f"{self.label!r} ends within a page of {page:,} bytes: it was cut "
@@ -358,10 +353,7 @@ class Relation:
     def names(
         self, available: Sequence[str], hidden: Collection[str] = ()
     ) -> Sequence[str]:
-        """Return the columns to deliver; ``hidden`` ones only on request.
-
-        Raises a ValueError for a missing column, or two of the same name.
-        """
+        """Return the columns to deliver, checked; ``hidden`` ones only on request."""
         shown = ", ".join(available)
         if len(set(available)) < len(available):
             raise ValueError(f"columns must have distinct names, got {shown}")

@@ -74,11 +74,7 @@ class SQLFormat(ShardFormat[SQLShard]):
     async def shards(
         self, stack: AsyncExitStack, known: Summary | None = None
     ) -> list[SQLShard]:
-        """Take a snapshot, and return its ranges; those of ``known`` are reused.
-
-        Raises a DatasetError if the database cannot be read, a ValueError for an
-        unsuitable key or a missing column.
-        """
+        """Take a snapshot, and return its ranges; the cuts of ``known`` are reused."""
         known = known or {}
         kind = SQLite if self._address.is_sqlite else Postgres
         session = kind(self._address, self._relation, self._deadline)

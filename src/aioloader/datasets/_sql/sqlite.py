@@ -98,10 +98,7 @@ class SQLite(Session):
         await close_all(connections)
 
     async def _take_snapshot(self) -> None:
-        """Start a transaction of each connection, with no commit in between.
-
-        If commits are too frequent for that, all readers share one connection.
-        """
+        """Start all transactions in one state of the file, or use one connection."""
         connections, witness = [*self._connections], Connection(self.address)
         try:
             for _ in range(_TRIES):
@@ -320,10 +317,7 @@ class SQLite(Session):
                 )
 
     def _cuts(self, connection: Connection, partitions: int) -> list[Key]:
-        """Return cuts at even distances if keys are evenly distributed, or by rank.
-
-        The former needs a few keys, the latter reads all of them twice.
-        """
+        """Return cuts at even distances; for uneven keys by rank, reading all twice."""
         is_simple = self._key_type == "integer" and not self.relation.is_query
         if is_simple and (even := self._even_cuts(connection, partitions)):
             return even

@@ -194,10 +194,7 @@ def folder_of(pattern: str) -> str:
 
 
 def globbed(pattern: str, folder: str) -> tuple[list[str], int]:
-    """Return the matching files, sorted, and the number of matching directories.
-
-    The paths are relative to ``folder`` unless it is empty.
-    """
+    """Return the matching files below ``folder``, sorted, and the number of folders."""
     try:
         # A dict, because two segments ** yield a path twice.
         matches = dict(_walk(pattern, folder))
@@ -210,10 +207,7 @@ def globbed(pattern: str, folder: str) -> tuple[list[str], int]:
 
 
 def _walk(pattern: str, folder: str) -> Iterator[tuple[str, bool]]:
-    """Yield the paths that ``glob`` would yield, and whether each is a directory.
-
-    Unlike ``glob``, raise an OSError for a directory that cannot be listed.
-    """
+    """Yield (path, is folder) as ``glob`` does, but raise for an unlistable folder."""
     above, name = os.path.split(pattern) if has_signs(pattern) else ("", pattern)
     parents: Iterable[str] = [above]
     if has_signs(above):
@@ -276,11 +270,7 @@ def matching(keys: Iterable[str], pattern: str) -> list[str]:
 
 
 def _segment(pattern: str) -> str:
-    """Return a regular expression for one segment.
-
-    As in ``fnmatch``, text between stars matches only its first occurrence, to avoid
-    exponential backtracking.
-    """
+    """Return a regular expression for a segment, without exponential backtracking."""
     if not has_signs(pattern):
         return re.escape(pattern)
     chunks = [""]

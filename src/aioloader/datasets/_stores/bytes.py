@@ -1,12 +1,9 @@
 """The bytes of one object or file: single ranges, or a stream that is read ahead.
 
 Every response must have the first one's version, and the length requested. With a
-cache, a stream is read in aligned blocks, which all processes share, whatever their
-start; a table's ranges are cached as they are. Cache keys include the object's version,
-which costs a small request per object and reader; tables trust it for ten minutes.
-
-Several requests per shard are in flight, within the budget; the first are smaller, so
-that samples come soon.
+cache, a stream is read in aligned blocks, which all processes share; a table's ranges
+are cached as they are. Cache keys include the object's version, which costs a small
+request per object and reader; tables trust it for ten minutes.
 """
 
 import asyncio

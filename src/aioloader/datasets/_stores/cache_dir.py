@@ -1,12 +1,9 @@
 """A directory of immutable byte strings by key: a cache that processes share.
 
-An entry is a file, written under a temporary name and renamed when complete, so readers
-see all of it or nothing. Nothing is synced to disk: an entry torn by a power cut fails
-its checksum, and counts as missing. Entries are not kept in memory.
-
-A process that has added 1/32 of the limit scans the directory under a lock (a process
-that is alone: when the limit is reached), and evicts the least recently used entries
-down to 7/8 of the limit. A scan takes 16 bytes of memory per entry.
+An entry is a file, renamed when complete, so readers see all of it or nothing. Nothing
+is synced to disk: an entry torn by a power cut fails its checksum, and counts as
+missing. A process that has added 1/32 of the limit (alone: all of it) scans the
+directory under a lock, and evicts the least recently used entries down to 7/8.
 """
 
 import contextlib
@@ -269,10 +266,7 @@ def _locked(path: str) -> Iterator[int]:
 
 
 def lock(file: int | BinaryIO, *flags: str) -> bool:
-    """Lock or unlock a file; return False if another process holds the lock.
-
-    A lock ends with the process. ``flags`` are names of flags of ``fcntl.flock``.
-    """
+    """Lock or unlock a file by ``fcntl.flock``; return False if another has it."""
     # Windows has no such module, and some file systems have no locks.
     with contextlib.suppress(ImportError, OSError):
         import fcntl  # noqa: PLC0415

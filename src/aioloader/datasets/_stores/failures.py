@@ -83,11 +83,7 @@ class Version(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def saved(location: str, version: Version) -> Mapping[str, Any]:
-    """Return a version's entry in a state: its size and a short stamp.
-
-    The stamp has digests of the location and of the tag or time there, because a copy
-    elsewhere has another time, and often another tag.
-    """
+    """Return a version's entry in a state: its size, and a stamp for its location."""
     if not version.e_tag:
         if not version.modified:
             return {"size": version.size}

@@ -23,14 +23,10 @@ _MAX_EMPTY = 1000
 
 
 class Listing(Iterable[str]):
-    """The sorted keys of a store, and their sizes.
+    """The sorted keys of a store, and their sizes in bytes, as int64.
 
     Empty objects with keys below them are left out: consoles make them as folder
     markers, and obstore cannot read them. ``list_async`` removes other markers.
-
-    Attributes:
-        keys: The keys, sorted.
-        sizes: Their sizes in bytes, shape ``(len(keys),)``, dtype int64.
     """
 
     def __init__(self, sizes: Mapping[str, int]) -> None:
@@ -128,10 +124,7 @@ async def list_async(store: Store, prefix: str, policy: Requests = USUAL) -> Lis
 
 
 async def _without_markers(listing: Listing, store: Store, tries: Tries) -> Listing:
-    """Remove markers of empty folders: empty keys that are no objects.
-
-    Each empty key costs a request; if there are many, none is checked.
-    """
+    """Remove markers of empty folders, if few keys are empty: each is requested."""
     indices = np.flatnonzero(listing.sizes == 0)[: _MAX_EMPTY + 1]
     empty = [listing.keys[index] for index in indices]
     if not empty or len(empty) > _MAX_EMPTY:

@@ -52,10 +52,7 @@ def obstore_errors() -> tuple[type[Exception], ...]:
 
 
 class Flights:
-    """Tracks requests from their start until obstore's threads have released them.
-
-    All methods belong to the loop's thread.
-    """
+    """Tracks one loop's requests until obstore's threads have released them."""
 
     def __init__(self) -> None:
         self._open: set[asyncio.Future[Any]] = set()
@@ -157,11 +154,7 @@ def _hint(url: str, options: Mapping[str, Any], exc: Exception) -> str:
 
 
 def _new_store(url: str, options: Mapping[str, Any]) -> "ObjectStore":
-    """Return a new store.
-
-    Plain HTTP is allowed if an address uses it. The user and password of a URL, which
-    obstore would not send, become a header.
-    """
+    """Return a new store; credentials in an HTTP URL become a header."""
     stores, client = import_obstore().store, dict(options.get("client_options") or {})
     scheme, _, rest = url.partition("://")
     is_web = scheme.lower() in {"http", "https"}
@@ -224,10 +217,7 @@ def _invalid_option(options: Mapping[str, Any]) -> str | None:
 
 
 def _is_of_client(name: str) -> bool:
-    """Return whether a name is an option of the HTTP client.
-
-    Stores of S3, Google and Azure panic if it is among their own options.
-    """
+    """Return whether an option is the HTTP client's, on which stores panic."""
     try:
         import_obstore().store.S3Store(client_options={name: ""})
     except obstore_errors() as exc:

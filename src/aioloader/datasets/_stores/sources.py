@@ -467,10 +467,7 @@ class Tries:
 async def _tried(
     attempt: Attempt[T], server: Store, seconds: float
 ) -> T | DatasetError | TimeoutError:
-    """Return the result of one attempt, or its error, which may be retried.
-
-    Its own timeout takes 2 us, where ``asyncio.timeout`` takes 4 to 8.
-    """
+    """Return the result of one attempt, or its error, which may be retried."""
     task, is_late = asyncio.current_task(), False
     assert task is not None
 
@@ -479,6 +476,7 @@ async def _tried(
         is_late = True
         task.cancel()
 
+    # This takes 2 us, `asyncio.timeout` 4 to 8.
     before = task.cancelling()
     timer = asyncio.get_running_loop().call_later(seconds, end)
     try:

@@ -272,10 +272,7 @@ class Storage:
         return checked(data, stop - start, self.label(address)), version
 
     def check(self, address: Address, version: Version) -> None:
-        """Check that a local file is unchanged, or deleted while open. Blocks.
-
-        Objects are skipped: each response has its version checked.
-        """
+        """Check that a local file is unchanged, or deleted while open. Blocks."""
         if (path := self.path(address)) is None:
             return
         try:

@@ -316,10 +316,7 @@ class ObstoreStore(Store):
         return body
 
     def check_coding(self, key: str, result: Any) -> None:
-        """Check that an object was not compressed for transfer.
-
-        For names such as ``a.gz`` the coding is ignored: shards are unpacked anyway.
-        """
+        """Check that an object is not compressed, unless its name says so."""
         coding = result.attributes.get("Content-Encoding")
         if coding in _CODINGS and unpacker_of(location := self.locate(key)) is None:
             raise RefusedError(compressed(location, coding))
@@ -343,11 +340,7 @@ class ObstoreStore(Store):
 
 
 class WholeObject:
-    """Streams an object from its first byte on, from a server without ranges.
-
-    If the response breaks off, it requests the object again, and skips the bytes
-    already returned.
-    """
+    """Streams an object from a server without ranges; a retry skips known bytes."""
 
     def __init__(
         self,

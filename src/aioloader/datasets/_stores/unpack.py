@@ -32,11 +32,7 @@ _MAX_BITS = 33
 
 
 def unpacker_of(name: str) -> Callable[[str, int], Unpacking] | None:
-    """Return the function that unpacks shards of this name; None if not packed.
-
-    It takes the shard's label, for errors, and its limit of memory in bytes. It raises
-    an ImportError if the module is missing.
-    """
+    """Return a function (label, memory limit) that unpacks such shards, or None."""
     packing = _BY_ENDING.get(name.rpartition(".")[2].lower())
     return packing and (
         lambda location, most: _unpack(_Members(packing, most), location)
