@@ -50,7 +50,7 @@ _MIN_BUFFER, _MAX_BUFFER = 1 << 14, 1 << 20
 
 @dataclass
 class Footer:
-    """A parsed footer, and what was learnt of the projected columns."""
+    """A parsed footer, and cached facts about the projected columns."""
 
     metadata: pq.FileMetaData
     # Numbers of their leaf columns, once looked up; a nested column has several.

@@ -318,7 +318,7 @@ def arrow_of(column: Column, kind: pa.DataType) -> pa.Array:
 
 
 def fixed_of(kind: pa.DataType) -> Dtype | None:
-    """Return the dtype of a row, with ``base`` and ``shape``; None if it has none."""
+    """Return the (subarray) dtype of a row of numbers; None for other types."""
     if types.is_dictionary(kind) or types.is_run_end_encoded(kind):
         return fixed_of(kind.value_type)
     if types.is_boolean(kind) or types.is_integer(kind) or types.is_floating(kind):

@@ -199,7 +199,7 @@ def as_decimals(batch: "pa.RecordBatch", names: Sequence[str]) -> "pa.RecordBatc
 
 
 class Postgres(Session):
-    _sign = "$"
+    _placeholder = "$"
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
@@ -210,7 +210,7 @@ class Postgres(Session):
         self._decimals: list[str] = []  # exact numbers, read as text
 
     async def begin(self, partitions: int | Sequence[Key]) -> list[KeyRange]:
-        leader = await self._lead()
+        leader = await self._start_leader()
         # Planning takes as long as connecting: open the first reader's connection.
         spare = asyncio.create_task(self._add_idle())
         try:
@@ -232,7 +232,7 @@ class Postgres(Session):
         idle, self._idle = self._idle, []
         await close_all([*idle, leader] if leader else idle)
 
-    async def _lead(self) -> Connection:
+    async def _start_leader(self) -> Connection:
         leader = self._leader = Connection(self.address)
         self._snapshot = await leader.run(_begin, leader)
         return leader
@@ -261,7 +261,7 @@ class Postgres(Session):
             if self._snapshot != lost or self._leader is None:
                 return
             await self._leader.aclose()
-            await self._lead()
+            await self._start_leader()
             _LOG.warning(
                 "the snapshot of %s was lost, because the server was restarted or hung "
                 "up; reading continues with a new one: rows changed in between may be "
@@ -300,7 +300,7 @@ class Postgres(Session):
             rows = list(rows)
             for index, number in enumerate(flags.to_pylist()):
                 if number is not None:
-                    key, name = keys[index].as_py(), self._read[number]
+                    key, name = keys[index].as_py(), self._columns[number]
                     label = self.address.label
                     rows[index] = FailedSample(
                         infinite_error(self.relation, key, name, label)
@@ -333,14 +333,14 @@ class Postgres(Session):
                 self._refuse_collation('"C"')
         if self._key_type in POINT_TYPES:
             self._refuse_keys(connection, "IN ('infinity', '-infinity')", "infinite")
-        unknown = [name for name in self._read if types[name] not in HANDLED_TYPES]
+        unknown = [name for name in self._columns if types[name] not in HANDLED_TYPES]
         if nested := [n for n in unknown if _is_nested(schema.field(n).type)]:
             parts = connection.fetch(parts_query(relation, nested), relation.parameters)
             types |= types_by_parts(nested, parts)
         is_exact = relation.numeric == "decimal"
         casts = _CASTS | (_EXACT_CASTS if is_exact else FLOAT_CASTS)
         columns: dict[str, tuple[str, str]] = {}
-        for name in self._read:
+        for name in self._columns:
             cast = casts.get(types[name]) or _text_cast(schema.field(name).type)
             columns[name] = types[name], cast or ("{}" if name == key else "")
         self._selected = selection(columns, relation.infinity)

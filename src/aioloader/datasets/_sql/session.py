@@ -190,7 +190,7 @@ class KeyRange(NamedTuple):
 class Session(abc.ABC):
     """The snapshot and connections of one iteration."""
 
-    _sign: str  # of a numbered parameter
+    _placeholder: str  # of a parameter, before its number
 
     def __init__(
         self, address: DatabaseURL, relation: Relation, deadline: float
@@ -251,7 +251,7 @@ class Session(abc.ABC):
         # An empty SELECT of the key itself provides its collation.
         nothing = self.relation.select(f"{self._key} AS k, 0 AS n", "WHERE 1 = 0")
         given = [
-            f"SELECT CAST({self._sign}{n} AS {self._key_type}), {n}"
+            f"SELECT CAST({self._placeholder}{n} AS {self._key_type}), {n}"
             for n, _ in enumerate(cuts, len(self.relation.parameters) + 1)
         ]
         bounds = " UNION ALL ".join((nothing, *given))
@@ -263,7 +263,7 @@ class Session(abc.ABC):
         raise ValueError("bounds in partitions must rise, in the order of the database")
 
     @property
-    def _read(self) -> Sequence[str]:
+    def _columns(self) -> Sequence[str]:
         """The columns to deliver, and the key."""
         has_key = self.relation.key in self.names
         return self.names if has_key else (*self.names, self.relation.key)

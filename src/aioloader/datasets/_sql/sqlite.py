@@ -61,7 +61,7 @@ _PROBES, _PROBE_ROWS, _EVEN = 32, 16, 0.5
 
 
 class SQLite(Session):
-    _sign = "?"
+    _placeholder = "?"
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
@@ -188,10 +188,12 @@ class SQLite(Session):
         self.names = relation.names([*declared], {key} if is_row_id else ())
         if is_row_id:
             declared.setdefault(key, "INTEGER")
-        self._find_types(connection, {name: declared[name] for name in self._read})
+        self._find_types(connection, {name: declared[name] for name in self._columns})
         self._check_key(connection)
         self._types[key] = _KEY_TYPES[self._key_type]
-        casts = {name: ("", _CASTS.get(self._types[name], "")) for name in self._read}
+        casts = {
+            name: ("", _CASTS.get(self._types[name], "")) for name in self._columns
+        }
         self._selected = selection({**casts, key: ("", "")}, relation.infinity)
         sql = f"EXPLAIN QUERY PLAN {self._statement(KeyRange(), '')}"
         self._sorts = "FOR ORDER BY" in str(connection.fetch(sql, relation.parameters))

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 from urllib.parse import quote, unquote
 
 from aioloader.datasets._stores.failures import file_failure
-from aioloader.datasets._stores.redact import private, redact_key, redact_url
+from aioloader.datasets._stores.redact import redact_key, redact_url, seal_url
 
 # A ``SecretURL`` if it holds a secret.
 Address: TypeAlias = str
@@ -60,7 +60,7 @@ def sealed(addresses: Any) -> list[Address]:
                 "no commands are run for addresses: give the URL that the command of "
                 f"number {number} reads (s3://, gs://, https://, hf://), or a path"
             )
-        made.append(private(plain) if "://" in plain else plain)
+        made.append(seal_url(plain) if "://" in plain else plain)
     return made
 
 
@@ -89,8 +89,8 @@ def split(address: Address) -> tuple[Address, str]:
     """
     root, path, is_whole = _split(address)
     if is_whole:
-        return private(address.partition("#")[0]), ""
-    return private(root), unquote(path)
+        return seal_url(address.partition("#")[0]), ""
+    return seal_url(root), unquote(path)
 
 
 def spell(root: Address, key: str) -> Address:
@@ -98,7 +98,7 @@ def spell(root: Address, key: str) -> Address:
 
     Except over HTTP if the key has a backslash: that URL is a store of its own.
     """
-    return private(f"{root}/{quote(key) if _SPECIAL.search(key) else key}")
+    return seal_url(f"{root}/{quote(key) if _SPECIAL.search(key) else key}")
 
 
 def _split(url: str) -> tuple[str, str, bool]:
@@ -129,7 +129,7 @@ def sibling(address: Address, rename: Callable[[str], str]) -> Address:
     """Return the address of a file with another path, and the same query."""
     is_web = address[:4].lower() == "http" and _SCHEME.match(address)
     length = len(re.split("[?#]" if is_web else r"\Z", address, maxsplit=1)[0])
-    return private(rename(address[:length]) + address[length:])
+    return seal_url(rename(address[:length]) + address[length:])
 
 
 def shown_address(address: Address) -> str:
@@ -150,7 +150,7 @@ def braces(pattern: Address) -> Iterator[Address]:
     from braceexpand import braceexpand  # noqa: PLC0415  (only where there are any)
 
     try:
-        return map(private, [*braceexpand(pattern)])
+        return map(seal_url, [*braceexpand(pattern)])
     except ValueError:  # an unmatched brace is a literal character
         return iter([pattern])
 
@@ -170,7 +170,7 @@ def pattern_of(address: Address) -> tuple[Address, str] | None:
             "is not HTTP: list signed URLs one by one, as https://..., and write a ? "
             "in a name as %3F"
         )
-    return private(root), unquote(_ENCODED_SIGN.sub(_bracketed, path))
+    return seal_url(root), unquote(_ENCODED_SIGN.sub(_bracketed, path))
 
 
 def local_pattern(address: str) -> str:

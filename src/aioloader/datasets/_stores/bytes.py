@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 _CACHE_BLOCK = 4 << 20
 # Seconds for which the version of a table's file is trusted.
 _FRESH_SECONDS = 600.0
-_MAX_RANGED = 1 << 16
+_MAX_RANGED = 1 << 16  # entries of ``Client.ranged``
 _WARNED: set[tuple[str, str]] = set()
 # Bytes of a piece: one request of a stream.
 _MIN_PIECE, _MAX_PIECE = 1 << 16, 8 << 20

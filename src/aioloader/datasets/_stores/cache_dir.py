@@ -136,20 +136,20 @@ class CacheDir:
         with self._lock:
             if self._pid != os.getpid():  # forked: the room is the parent's
                 self._room, self._scanned, self._pid = 0, -1, os.getpid()
-            if self._latest() != self._scanned:  # another process adds entries, too
+            if self._last_scan() != self._scanned:  # another process adds entries, too
                 self._room = min(self._room, share)
             if self._room < size:
                 with _locked(f"{self.directory}{os.sep}{_SCAN_FILE}") as file:
-                    is_alone = self._latest() == self._scanned
+                    is_alone = self._last_scan() == self._scanned
                     free = self.max_bytes - self._scan(size)
                     os.utime(file, ns=(now := time.time_ns(), now))
-                self._scanned = self._latest()
+                self._scanned = self._last_scan()
                 self._room = free if is_alone else min(free, share)
             has_room = self._room >= size
             self._room -= size if has_room else 0
             return has_room
 
-    def _latest(self) -> int:
+    def _last_scan(self) -> int:
         """Return the time of the latest scan of any process, in ns; 0: never."""
         try:
             return os.stat(f"{self.directory}{os.sep}{_SCAN_FILE}").st_mtime_ns  # noqa: PTH116

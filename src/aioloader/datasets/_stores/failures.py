@@ -234,8 +234,8 @@ class Reason:
         # A server that cannot send the rest reports only that.
         self.is_cut_short = _CUT in phrases or _NO_RANGES in phrases
         is_past = self.status == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE
-        is_past |= "Wanted range starting" in line  # MemoryStore
-        # LocalStore:
+        # The texts of MemoryStore and LocalStore:
+        is_past |= "Wanted range starting" in line
         self.is_out_of_range = is_past or "Requested range was invalid" in line
         self.is_bad_key = name == "InvalidPathError" or "Could not parse path" in line
         # Without credentials, obstore requests those of a cloud's virtual machine.

@@ -91,8 +91,8 @@ class Flights:
                 del future
         loop = asyncio.get_running_loop()
         deadline = loop.time() + _RELEASE_SECONDS
-        # Rust drops its reference at the end of its last use of the GIL. A callback
-        # would come before that, so this polls.
+        # Poll: Rust drops its reference at the end of its last use of the GIL, where a
+        # callback would itself have to be waited for.
         while self._are_held() and loop.time() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
         self._ended.clear()

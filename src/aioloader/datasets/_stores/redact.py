@@ -77,7 +77,8 @@ ONLY_TO_WORKERS[Sealed] = lambda sealed: (Sealed, (sealed.value, sealed.label))
 ONLY_TO_WORKERS[SecretURL] = lambda url: (SecretURL, (str(url),))
 
 
-def private(url: str) -> str:
+def seal_url(url: str) -> str:
+    """Return a URL as a ``SecretURL`` if it carries a secret."""
     return SecretURL(url) if carries_secret(url) else url
 
 

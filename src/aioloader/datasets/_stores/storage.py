@@ -173,7 +173,7 @@ class Storage:
         else:
             return SizedListing([address])
         if store is None:
-            files, _ = await _look_up(globbed, pattern, self._folder)
+            files, _ = await _read_in_thread(globbed, pattern, self._folder)
             matches = SizedListing(files)
         else:
             folder = folder_of(pattern)
@@ -185,7 +185,7 @@ class Storage:
             hint = "names that contain * ? [ are written as glob.escape() does it"
             folder = folder_of(label)
             is_path = store is None and has_signs(label)
-            if is_path and not await _look_up(Path(folder or ".").is_dir):
+            if is_path and not await _read_in_thread(Path(folder or ".").is_dir):
                 hint = f"there is no directory {folder!r}"
             raise ValueError(f"no shard matches {label!r}; {hint}")
         return matches
@@ -241,7 +241,7 @@ class Storage:
     async def version(self, address: Address) -> Version:
         if (path := self.path(address)) is not None:
             try:
-                return await _look_up(version_of_file, path)
+                return await _read_in_thread(version_of_file, path)
             except OSError as error:
                 raise file_failure(path, error) from error
         return await self.stored(address).version(self._listed_version(address))
@@ -263,7 +263,7 @@ class Storage:
         A negative ``start`` counts from the end; a ``stop`` of 0 is the end.
         """
         if (path := self.path(address)) is not None:
-            return await _look_up(read_local, path, start, stop, version)
+            return await _read_in_thread(read_local, path, start, stop, version)
         version = version or await self.version(address)
         start, stop = bounds(start, stop, version.size)
         data = b""
@@ -292,7 +292,7 @@ class Storage:
         """
         if isinstance(addresses, SizedListing) and addresses.sizes is not None:
             return addresses.sizes
-        sizes = await _look_up(self._local_sizes, addresses)
+        sizes = await _read_in_thread(self._local_sizes, addresses)
         if sizes is None and must:
             with contextlib.suppress(NoRangesError):
                 return [version.size for version in await each(self.version, addresses)]
@@ -348,7 +348,7 @@ async def read_whole(source: Bytes) -> bytes:
 
 
 # Abandoned if cancelled: a file system may hang, and these calls change nothing.
-_look_up = partial(in_thread, abandon_on_cancel=True)
+_read_in_thread = partial(in_thread, abandon_on_cancel=True)
 
 
 def _matching_keys(
