@@ -54,8 +54,8 @@ def numbered(first: int, stop: int) -> str:
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(formats, "_RANGE", 100)
-    monkeypatch.setattr(formats, "BLOCK", 64)
+    monkeypatch.setattr(formats, "_RANGE_BYTES", 100)
+    monkeypatch.setattr(formats, "_BLOCK_BYTES", 64)
 
 
 @pytest.mark.slow
@@ -204,7 +204,7 @@ async def test_empty_files(is_remote: bool, tmp_path: Path) -> None:
 
 
 async def test_a_long_first_line(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(formats, "_LEAST_HEAD", 16)
+    monkeypatch.setattr(formats, "_MIN_HEAD", 16)
     names = [f"column {n}" for n in range(50)]
     text = ",".join(names) + "\n" + ",".join(["7"] * 50) + "\n"
     for is_remote in (False, True):
@@ -307,8 +307,8 @@ EVERY = pytest.mark.parametrize("make", SHARDED + STREAMED, ids=NAMES)
 
 @pytest.fixture(autouse=True)
 def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "_SHARD", 30)
-    monkeypatch.setattr(memory, "_ROWS", 8)
+    monkeypatch.setattr(memory, "_SHARD_ROWS", 30)
+    monkeypatch.setattr(memory, "BATCH_ROWS", 8)
 
 
 @pytest.mark.slow

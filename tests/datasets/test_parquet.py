@@ -153,7 +153,7 @@ async def test_a_footer_is_read_once_for_its_row_groups(
     put(numbered + "2", contents(numbered))
     assert len(await read_all(made)) == 100
     assert len(local.spans) == 2 + 6
-    monkeypatch.setattr(files, "_KEPT", 1)
+    monkeypatch.setattr(files, "_CACHE_BYTES", 1)
     local.spans.clear()
     assert len(await read_all(made)) == 100
     assert len(local.spans) == 2 + 6 + 2

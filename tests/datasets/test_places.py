@@ -110,7 +110,7 @@ async def test_a_near_store_is_asked_for_less_than_the_budget(
     is_far: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # However quickly this machine answers.
-    monkeypatch.setattr(stored_bytes, "_FAR", 0.0 if is_far else math.inf)
+    monkeypatch.setattr(stored_bytes, "_FAR_SECONDS", 0.0 if is_far else math.inf)
     body = big_shard(1500, 8000)
     with ObjectServer({f"{at}.tar": body for at in range(4)}) as server:
         stream = TarDataset(

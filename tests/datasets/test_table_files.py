@@ -256,7 +256,7 @@ IPC = pytest.mark.parametrize("kind", ["arrow", "arrows"])
 
 @pytest.fixture
 def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ipc, "_SHARD", 1)
+    monkeypatch.setattr(ipc, "_SHARD_BYTES", 1)
 
 
 @PLACES

@@ -41,7 +41,7 @@ from aioloader._base.failures import noted
 from aioloader.datasets._stores.addresses import Address
 from aioloader.datasets._stores.bytes import FileBytes
 from aioloader.datasets._stores.failures import (
-    NOTHING,
+    ANY_VERSION,
     ExpectedVersion,
     NoRangesError,
     Version,
@@ -484,7 +484,9 @@ class ByteReader(BlockReader):
             start, stop = 0, None
         super().__init__(location, start, position.get("sample", 0))
         known = (
-            ExpectedVersion.of(position, version) if position or version else NOTHING
+            ExpectedVersion.of(position, version)
+            if position or version
+            else ANY_VERSION
         )
         self._source = source = storage.open(address, start, budget, known, stop)
         is_part = bool(stop and version and stop < version.size)
