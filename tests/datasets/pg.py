@@ -1,8 +1,7 @@
 """Databases for tests, a real PostgreSQL server and files of SQLite; ways to read them.
 
-SQLite's statements run in a process of their
-own, for Python and ADBC have a copy of SQLite each, and within one process these do not
-see each other's locks.
+SQLite's statements run in a separate process: Python and ADBC each have a copy of
+SQLite, and within one process the copies do not see each other's locks.
 """
 
 import asyncio
@@ -45,13 +44,13 @@ if statements[0].startswith("PRAGMA"):
     connection.execute(statements.pop(0))
 connection.execute("BEGIN")
 rows = [connection.execute(statement) for statement in statements or ["SELECT 1"]]
-found = rows[-1].fetchall()
+result = rows[-1].fetchall()
 connection.execute("COMMIT")
 connection.close()
-print(json.dumps(found))
+print(json.dumps(result))
 """
 
-# However the tests end, the server ends with them, and its directory goes.
+# However the tests end, the server ends with them, and its directory is deleted.
 GUARD = """
 import os, pathlib, shutil, signal, sys, time
 folder = pathlib.Path(sys.argv[1])
@@ -68,7 +67,7 @@ shutil.rmtree(folder, ignore_errors=True)
 
 
 class Server:
-    """A PostgreSQL server with a Unix socket, in a directory of its own.
+    """A PostgreSQL server with a Unix socket in its own directory.
 
     ``postgres`` needs no password; ``guest``, who may read nothing, does.
     """
@@ -93,7 +92,7 @@ class Server:
         self.run("SELECT pg_reload_conf()")
 
     def url(self, schema: str = "public", account: str = "postgres") -> str:
-        """Return a URL by which unqualified names are those of a schema."""
+        """Return a URL whose unqualified names are those of a schema."""
         where = f"host={self.folder}&options=-csearch_path%3D{schema}"
         return f"postgresql://{account}@/postgres?{where}"
 
@@ -180,7 +179,7 @@ class Database:
             self._where.run(f"DROP SCHEMA {self.schema} CASCADE")
 
 
-# Each module that imports the fixture has one of its own: they share a server.
+# Each module that imports the fixture has a copy of it: all share one server.
 SHARED: list[Server] = []
 
 
@@ -200,7 +199,7 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture
 def sqlite(tmp_path: Path) -> Database:
-    """Return an empty file of SQLite, which lets writers go on beside readers."""
+    """Return an empty file of SQLite that can be written while it is read."""
     database = Database(tmp_path / "test.db")
     database.run("PRAGMA journal_mode = WAL")
     return database

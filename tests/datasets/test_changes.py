@@ -79,7 +79,7 @@ async def test_without_ranges_reads_are_exact_or_fail(fault: str, tags: str) -> 
     body = lines(5000)
     with ChangingServer(body, tags=tags, has_ranges=False) as server:
         if fault in {"broken", "changed", "cut"}:
-            server.break_off(at=3_000_000, times=10**9 if fault == "cut" else 2)
+            server.break_off(end=3_000_000, times=10**9 if fault == "cut" else 2)
         if fault == "refused":
             server.fail_next(3)
         if fault == "changed":

@@ -40,7 +40,7 @@ class Swift:
         script = Path(__file__).with_name("swift_server.py")
         users = [f"{ACCESS_KEY}={SECRET}=.admin", f"{STRANGER}={SECRET}="]
         self._process = subprocess.Popen(
-            # -P: the modules beside the script are not for it
+            # -P: it must not import the modules next to the script
             [sys.executable, "-P", script, self._folder, REGION, str(PAGE), *users],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -125,7 +125,7 @@ USES: list[tuple[Use, str]] = [
     ],
     ids=["secret", "nobody", "stranger"],
 )
-async def test_refusals(
+async def test_refused_requests_show_no_secret(
     bucket: str,
     monkeypatch: pytest.MonkeyPatch,
     use: Use,
@@ -146,7 +146,7 @@ async def test_refusals(
         assert word not in said
 
 
-async def test_options_go_before_the_environment(
+async def test_options_take_precedence_over_the_environment(
     filled: Swift, bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "not-the-secret")
@@ -164,8 +164,8 @@ async def test_options_go_before_the_environment(
         num_workers=1,
         collate_fn=list,
     )
-    ((found,),) = await beside(lambda: list(loader))
-    assert bytes(found) == CONTENTS["cats/z.bin"]
+    ((data,),) = await beside(lambda: list(loader))
+    assert bytes(data) == CONTENTS["cats/z.bin"]
     stream = TarDataset(f"{bucket}/tar/*.tar", store_options=wrong)
     with pytest.raises(ObjectPermissionError, match="HTTP 403 Forb") as listed:
         await read(stream)

@@ -1,4 +1,4 @@
-"""Files not written alike are one table, also with columns in directories' names."""
+"""Files of different schemas are one table, also with columns in directory names."""
 
 import datetime
 import decimal
@@ -39,7 +39,7 @@ def one_table(paths: list[str], columns: Any = None) -> list[dict[str, Any]]:
     return expected(table)
 
 
-async def test_what_differs_but_means_the_same(tmp_path: Path) -> None:
+async def test_compatible_types_are_unified(tmp_path: Path) -> None:
     first = {
         "s": pa.array(["a", "b"]),
         "n": pa.array([1, 2], pa.int32()),
@@ -70,9 +70,9 @@ async def test_what_differs_but_means_the_same(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("columns", "words"), [
     # Also where Arrow would make other values: floats of numbers, bytes of text.
     *(
-        ([pa.array([0.5]), pa.array(other)],
+        ([pa.array([0.5]), pa.array(values)],
          "'n' of 'b.parquet' is of .*, and it is double in 'a.parquet'; .*sch")
-        for other in (["1"], [decimal.Decimal("1.5")], [[1]], [True], [{"a": 1}])
+        for values in (["1"], [decimal.Decimal("1.5")], [[1]], [True], [{"a": 1}])
     ),
     ([pa.array(["a"]), pa.array([b"a"])],
      "'n' of 'b.parquet' is of .*, and it is string in 'a.parquet'; .*sch"),
@@ -82,8 +82,8 @@ async def test_what_differs_but_means_the_same(tmp_path: Path) -> None:
     # 2**53 + 1 is no float.
     ([pa.array([0.5]), pa.array([2**53 + 1])],
      "'n' of 'b.parquet' is of type int64 and has values that do not fit double.*sch"),
-], ids=lambda one: one if isinstance(one, str) else str(one[-1].type))  # fmt: skip
-async def test_real_conflicts(columns: Any, words: str, tmp_path: Path) -> None:
+], ids=lambda x: x if isinstance(x, str) else str(x[-1].type))  # fmt: skip
+async def test_type_conflicts_fail(columns: Any, words: str, tmp_path: Path) -> None:
     paths = written(tmp_path, *({"n": column} for column in columns))
     with pytest.raises(DatasetError, match=words):
         await read_all(ParquetFormat(paths, Local()))
@@ -92,7 +92,7 @@ async def test_real_conflicts(columns: Any, words: str, tmp_path: Path) -> None:
 # -- schema= -------------------------------------------------------------------------
 
 
-async def test_a_schema_says_what_columns_are(tmp_path: Path) -> None:
+async def test_a_schema_decides_columns_and_types(tmp_path: Path) -> None:
     paths = written(
         tmp_path,
         {"n": pa.array([1]), "s": pa.array(["a"]), "more": pa.array([0])},
@@ -111,7 +111,7 @@ async def test_a_schema_says_what_columns_are(tmp_path: Path) -> None:
     assert await read_all(made) == [{"z": None}] * 2
 
 
-async def test_what_does_not_suit_a_schema(tmp_path: Path) -> None:
+async def test_columns_that_do_not_fit_a_schema_fail(tmp_path: Path) -> None:
     first = {"n": pa.array([300]), "k": pa.nulls(1)}
     paths = written(tmp_path, first, {"n": pa.array([[1]])})
     schema = pa.schema([("n", pa.int8())])
@@ -145,7 +145,7 @@ CHANGED: list[tuple[pa.DataType, list[Any], list[Any]]] = [
 
 
 @pytest.mark.parametrize(("kind", "kept", "changed"), CHANGED, ids=str)
-async def test_a_value_that_would_change(
+async def test_values_that_a_cast_would_change_are_refused(
     kind: pa.DataType, kept: list[Any], changed: list[Any], tmp_path: Path
 ) -> None:
     options: Any = {"schema": pa.schema([("n", kind)])}
@@ -171,10 +171,9 @@ UNCHECKED: list[tuple[pa.DataType, Any]] = [
 
 
 @pytest.mark.parametrize(("kind", "value"), UNCHECKED, ids=str)
-async def test_types_are_refused_where_arrow_checks_no_value(
+async def test_casts_that_arrow_does_not_check_are_refused(
     kind: pa.DataType, value: Any, tmp_path: Path
 ) -> None:
-    """Whatever the values are: no proof by value."""
     schema = pa.schema([("n", kind)])
     paths = written(tmp_path, {"n": pa.array([value])}, {"n": pa.nulls(1, kind)})
     with pytest.raises(DatasetError, match=r"'n' of 'a.parquet' .* schema= says .*sch"):
@@ -184,7 +183,7 @@ async def test_types_are_refused_where_arrow_checks_no_value(
         await shards(made)
 
 
-async def test_values_of_a_map_keep_their_value(tmp_path: Path) -> None:
+async def test_maps_keep_their_values(tmp_path: Path) -> None:
     kind = pa.map_(pa.string(), pa.int64())
     (path,) = written(tmp_path, {"n": pa.nulls(1, kind)})
     for value in ({"a": 1}, [("a", 1.0)]):
@@ -198,12 +197,12 @@ async def test_a_state_is_bound_to_schema_and_filters(tmp_path: Path) -> None:
     (path,) = written(tmp_path, {"n": pa.array([1])})
     schema = pa.schema([("n", pa.int8())])
     made = ParquetDataset(path, schema=schema, filters=[("n", ">", 0)])
-    found = json.loads(json.dumps(made.describe()))
-    assert (found["schema"], found["filters"]) == ([["n", "int8"]], "(n > 0)")
-    one, other = (CSVDataset("x", column_types={"a": k}) for k in ("int8", "int16"))
-    assert json.loads(json.dumps(one.describe())) == one.describe() != other.describe()
-    assert one.describe()["delimiter"] == ","
-    # What cannot be one.
+    known = json.loads(json.dumps(made.describe()))
+    assert (known["schema"], known["filters"]) == ([["n", "int8"]], "(n > 0)")
+    a, b = (CSVDataset("x", column_types={"a": k}) for k in ("int8", "int16"))
+    assert json.loads(json.dumps(a.describe())) == a.describe() != b.describe()
+    assert a.describe()["delimiter"] == ","
+    # Wrong schemas.
     with pytest.raises(TypeError, match=r"must be a pyarrow\.Schema, got dict"):
         ParquetDataset("x", schema={"n": "int8"})
     with pytest.raises(ValueError, match=r"columns= names \['x'\], not in schema="):
@@ -235,7 +234,7 @@ KINDS = st.recursive(
 @st.composite
 def files(draw: st.DrawFn) -> list[pa.Table]:
     kinds = draw(st.dictionaries(st.sampled_from("abc"), KINDS, min_size=1, max_size=3))
-    found = []
+    tables = []
     for _ in range(2):
         names = draw(st.permutations(sorted(kinds)))
         columns = {}
@@ -245,15 +244,15 @@ def files(draw: st.DrawFn) -> list[pa.Table]:
             nullable = draw(st.booleans()) or pa.types.is_null(kind)
             columns[pa.field(name, kind, nullable=nullable)] = _values(kind, values)
         schema = pa.schema([*columns])
-        found.append(pa.Table.from_arrays([*columns.values()], schema=schema))
-    return found
+        tables.append(pa.Table.from_arrays([*columns.values()], schema=schema))
+    return tables
 
 
 def _values(kind: pa.DataType, values: list[int]) -> pa.Array:  # noqa: PLR0911
     if pa.types.is_null(kind):
         return pa.nulls(len(values))
     if pa.types.is_struct(kind):
-        parts = [_values(kind.field(at).type, values) for at in range(kind.num_fields)]
+        parts = [_values(kind.field(i).type, values) for i in range(kind.num_fields)]
         return pa.StructArray.from_arrays(parts, fields=[*kind])
     if pa.types.is_list(kind) or pa.types.is_large_list(kind):
         made = pa.LargeListArray if pa.types.is_large_list(kind) else pa.ListArray
@@ -321,14 +320,16 @@ FILTERS = [
 @pytest.mark.parametrize("filters", [None, *FILTERS], ids=str)
 @pytest.mark.parametrize("columns", [None, ["town", "number"], ["year"]], ids=str)
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_as_pyarrow(filters: Any, columns: Any, num_workers: int, folder: Path) -> None:
+def test_reads_partitions_as_pyarrow(
+    filters: Any, columns: Any, num_workers: int, folder: Path
+) -> None:
     expression = pq.filters_to_expression(filters) if type(filters) is list else filters
     stream = ParquetDataset(PATTERN, columns, filters=filters, store=folder)
     expected = theirs(folder, columns=columns, filter=expression)
     assert ours(stream, num_workers=num_workers) == expected
 
 
-def test_types_and_nulls(folder: Path) -> None:
+def test_partition_columns_have_types_and_nulls(folder: Path) -> None:
     stream = ParquetDataset(PATTERN, ["year", "number"], store=folder)
     (batch,) = DataLoader(stream, ROWS)
     assert batch["year"].dtype.itemsize == 4
@@ -340,7 +341,7 @@ def test_types_and_nulls(folder: Path) -> None:
     assert {row["town"] for row in ours(stream)} == {"São Paulo/SP", "?", "Rome"}
 
 
-def test_dates(tmp_path: Path) -> None:
+def test_partition_columns_may_be_dates(tmp_path: Path) -> None:
     for day in ("2026-01-31", "2026-02-30"):
         place = tmp_path / f"day={day}"
         place.mkdir()
@@ -358,10 +359,10 @@ def test_dates(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_files_of_other_partitions_are_not_read(folder: Path) -> None:
-    """Only the end of the first file is, which decides the columns."""
+    """Except the end of the first file, which decides the columns."""
     objects = {
-        str(one.relative_to(folder)): one.read_bytes()
-        for one in sorted((folder / "h").rglob("*.parquet"))
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted((folder / "h").rglob("*.parquet"))
     }
     with ObjectServer(objects) as server:
         sent = []
@@ -375,19 +376,18 @@ def test_files_of_other_partitions_are_not_read(folder: Path) -> None:
     assert sent == [4 * 2 + 3, 4 + 3, 9 * 2 + 9, 9 + 9]
 
 
-def test_a_file_without_the_column(folder: Path) -> None:
+def test_a_file_outside_of_a_partition_fails(folder: Path) -> None:
     pq.write_table(pa.table({"number": [99]}), folder / "h" / "year=2022" / "x.parquet")
     for filters in (None, [("town", "=", "Rome")]):
         stream = ParquetDataset(PATTERN, filters=filters, store=folder)
         with pytest.raises(DatasetError, match=r"x.parquet' has no column 'town'"):
             ours(stream)
-    found = ours(ParquetDataset(PATTERN, ["number", "year"], store=folder))
-    assert {"number": 99, "year": 2022} in found
-    assert len(found) == ROWS + 1
+    rows = ours(ParquetDataset(PATTERN, ["number", "year"], store=folder))
+    assert {"number": 99, "year": 2022} in rows
+    assert len(rows) == ROWS + 1
 
 
-def test_a_column_of_the_file_comes_first(tmp_path: Path) -> None:
-    """Some writers keep it there too."""
+def test_a_column_of_the_file_takes_precedence(tmp_path: Path) -> None:
     for year, value in ((2022, 7), (2023, 8)):
         place = tmp_path / "h" / f"year={year}"
         place.mkdir(parents=True)
