@@ -144,7 +144,7 @@ class Rank:
             return [batch async for batch in self.iterator]
 
     async def report(self, seconds: float, epoch: int = 0) -> list[str]:
-        """Read an epoch of samples that take so long, and compare the ranks."""
+        """Read an epoch of samples that take ``seconds``, and compare the ranks."""
 
         class Slow:
             def __len__(self) -> int:

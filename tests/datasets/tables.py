@@ -1,4 +1,4 @@
-"""Tables of every type, the files they are written to, and places that misbehave."""
+"""Tables of every type, the files they are written to, and faulty places."""
 
 import asyncio
 import datetime
@@ -60,7 +60,7 @@ class Local(Places):
         return address
 
     def path(self, address: str) -> str | None:
-        """Return the path, unless it is to be read by ranges."""
+        """Return the path, or None to be read by ranges."""
         return None if self.is_remote else address
 
     def open(self, address: str, start: int, budget: int, *_: Any) -> FileBytes:

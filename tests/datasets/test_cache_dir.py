@@ -62,7 +62,7 @@ def contents(key: str, size: int) -> bytes:
 
 
 def damage(path: Path, where: int) -> None:
-    """Change one byte of an entry, if it is there."""
+    """Change one byte of an entry, if it exists."""
     with contextlib.suppress(FileNotFoundError):
         raw = bytearray(path.read_bytes())
         raw[where % len(raw)] ^= 1 << where % 8
@@ -166,7 +166,7 @@ def test_damaged_entries_are_misses(cache: CacheDir) -> None:
 
 
 def filled(tmp_path: Path, count: int = 10) -> CacheDir:
-    """Return a full cache; the first entry was used last an hour ago, and so on."""
+    """Return a full cache; its entries were last used 60 minutes ago, 59, and so on."""
     cache = CacheDir(tmp_path / "cache", 10 * (1000 + HEADER))
     for number in range(count):
         cache.put(str(number), contents(str(number), 1000))
@@ -175,7 +175,7 @@ def filled(tmp_path: Path, count: int = 10) -> CacheDir:
 
 
 def kept(cache: CacheDir, count: int = 11) -> set[int]:
-    """Return which entries are there."""
+    """Return the numbers of the entries that are left."""
     every = range(count)
     return {number for number in every if path_of(cache, str(number)).exists()}
 

@@ -40,7 +40,7 @@ SMALL: dict[str, Any] = {"max_bytes": 1 << 18, "requests": QUICK, **AT_ONCE}
 
 
 def lines(count: int, mark: str = "a") -> bytes:
-    """Return lines of text that tell their version, of equal lengths."""
+    """Return lines of equal length that contain their version."""
     return b"".join(f"{mark}{i:07} {'x' * 990}\n".encode() for i in range(count))
 
 
@@ -142,23 +142,23 @@ SOON = Requests(base_delay=0.001, max_delay=0.001)
 
 
 def short(to: Sender, start: int, stop: int) -> None:
-    """Send half of a range, of which the field names all."""
+    """Send half of a range whose Content-Range names all of it."""
     to.send_part(206, start, stop, (start + stop) // 2)
 
 
 def less(to: Sender, start: int, stop: int) -> None:
-    """Give half of a range, and say so."""
+    """Send half of a range, with a Content-Range that says so."""
     half = (start + stop) // 2
     to.send_part(206, start, half, half)
 
 
 def cut(to: Sender, start: int, stop: int) -> None:
-    """Announce all, and hang up in the middle."""
+    """Announce the length of the range, and hang up in the middle."""
     to.send_part(206, start, stop, (start + stop) // 2, length=stop - start)
 
 
 def page(to: Sender, _start: int, _stop: int) -> None:
-    """Answer as a gateway does."""
+    """Answer with an HTML page, as a gateway does."""
     to.answer(200, b"<html/>", {"Content-Type": "text/html; charset=utf-8"})
 
 
@@ -349,7 +349,7 @@ LITTLE: dict[str, Any] = {"max_bytes": 1 << 16}
 
 
 def table(start: int, rows: int = ROWS) -> pa.Table:
-    """Return numbers that all have as many digits."""
+    """Return numbers with equally many digits."""
     return pa.table({"a": pa.array(range(10**6 + start, 10**6 + start + rows))})
 
 
@@ -358,14 +358,14 @@ def number_lines(start: int, rows: int = ROWS) -> bytes:
 
 
 def parquet(start: int, rows: int = ROWS) -> bytes:
-    """Return small row groups, packed to the same length."""
+    """Return small row groups whose bytes have the same length."""
     plain: Any = {"compression": "none", "use_dictionary": False}
     length = min(5000, -(-rows // 2))
     return bytes_of(table(start, rows), "parquet", length, **plain)
 
 
 def tar(start: int, rows: int = ROWS) -> bytes:
-    """Return an archive of fewer samples, which do not depend on the start."""
+    """Return an archive of fewer samples, independent of the start."""
     return big_shard(rows // 20, 400)
 
 

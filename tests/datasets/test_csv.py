@@ -1,4 +1,4 @@
-"""CSV: what pyarrow reads, from any row on, cut anywhere; no wrong row in silence."""
+"""CSV: pyarrow's rows, from any row on, cut anywhere; no wrong row is silent."""
 
 import bz2
 import gzip

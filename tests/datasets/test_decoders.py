@@ -1,4 +1,4 @@
-"""Members to values by their extensions, and labels by folder."""
+"""Members are decoded by their extensions, and folders become labels."""
 
 import io
 import json
@@ -28,8 +28,8 @@ from aioloader.datasets import (
     write_parquet,
 )
 from aioloader.errors import DecodeError
-from aioloader.testing._frozen import frozen
 from datasets.shards import SIDE, TREE, encoded, pixels, write_tree
+from datasets.tables import assert_same
 from datasets.tar_archives import Member, archive
 
 COLOURS = pixels(0, 3)
@@ -49,10 +49,6 @@ SAMPLE = {
 }
 
 
-def same(first: Any, second: Any) -> bool:
-    return frozen(first) == frozen(second)
-
-
 def test_extensions_choose_the_decoders() -> None:
     """Unknown extensions and pickles stay bytes."""
     made = Decoder("rgb8", {"mask.png": "l8"})(SAMPLE)
@@ -67,7 +63,7 @@ def test_extensions_choose_the_decoders() -> None:
         "npz": {"x": np.arange(2)},
         "pth": {"w": torch.ones(2)},
     }
-    assert same(made, expected)
+    assert_same(made, expected)
 
 
 @pytest.mark.parametrize("spec", sorted(set(decoders.SPECS) - {"torchl", "torchl8"}))
@@ -79,7 +75,7 @@ def test_images_equal_those_of_webdataset(spec: str, shape: tuple[int, ...]) -> 
     if isinstance(ours, Image.Image):
         assert ours.mode == theirs.mode
         ours, theirs = np.asarray(ours), np.asarray(theirs)
-    assert same(ours, theirs)
+    assert_same(ours, theirs)
 
 
 def test_grey_tensors_have_a_channel() -> None:
@@ -112,8 +108,7 @@ def test_torchvision_is_used_if_installed(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setitem(sys.modules, "torchvision.io", None)
     without = [Decoder("torch")(encoded(COLOURS, f)) for f in ("PNG", "JPEG")]
     decoders._torchvision.cache_clear()
-    assert same(with_it[0], without[0])
-    assert same(with_it[1], without[1])
+    assert_same(with_it, without)
 
 
 def test_16_bit_images_are_refused() -> None:
@@ -154,7 +149,7 @@ def test_unknown_formats_are_refused(
 
 def test_tuples_are_decoded_and_strings_refused() -> None:
     made, label = Decoder("rgb8")((encoded(COLOURS), 3))
-    assert (same(made, COLOURS), label) == (True, 3)
+    assert_same([made, label], [COLOURS, 3])
     with pytest.raises(TypeError, match="got str"):
         Decoder("pil")("text")
     with pytest.raises(TypeError, match="has no word for images"):
@@ -236,14 +231,14 @@ def test_pickle_and_repr_keep_the_arguments() -> None:
 )
 def test_encoded_values_are_decoded_unchanged(member: tuple[str, Any]) -> None:
     name, value = member
-    assert same(Decoder()({name: decoders.encode(value, name)}), {name: value})
+    assert_same(Decoder()({name: decoders.encode(value, name)}), {name: value})
 
 
 @pytest.mark.parametrize("spec", ["rgb", "rgb8", "l8", "torch", "torchrgba8", "torchl"])
 @pytest.mark.parametrize("extension", ["png", "tif"])
 def test_encoded_images_are_decoded_unchanged(spec: str, extension: str) -> None:
     value = Decoder(spec)(encoded(pixels(5, 4)))
-    assert same(Decoder(spec)(decoders.encode(value, extension)), value)
+    assert_same(Decoder(spec)(decoders.encode(value, extension)), value)
 
 
 @pytest.mark.parametrize(
@@ -293,7 +288,7 @@ async def test_columns_of_parquet_are_decoded(tmp_path: Path) -> None:
     stream = ParquetDataset(f"{tmp_path}/*.parquet").decode({"image": "rgb8"})
     samples = [sample async for sample in stream]
     assert [sample["label"] for sample in samples] == list(range(20))
-    assert all(same(sample["image"], pixels(n, 3)) for n, sample in enumerate(samples))
+    assert_same([x["image"] for x in samples], [pixels(n, 3) for n in range(20)])
 
 
 async def test_damaged_samples_can_be_skipped(tmp_path: Path) -> None:
@@ -312,7 +307,7 @@ async def test_files_are_decoded_by_extension(tmp_path: Path) -> None:
     (tmp_path / "d.PNG").write_bytes(b"no picture")
     names = ["a.b.png", "c.json", "d.PNG"]
     decoded = FileDataset(names, root=tmp_path).decode("rgb8")
-    assert same(await decoded[0], COLOURS)
+    assert_same(await decoded[0], COLOURS)
     assert await decoded[-2] == {}
     with pytest.raises(DecodeError, match=r"'png' of sample 'd.PNG'"):
         await decoded[2]

@@ -1,4 +1,4 @@
-"""Where a shard ends, as its format or length shows, and where it is cut."""
+"""The ends of shards, by format or length, and the places where they can be cut."""
 
 import asyncio
 import functools

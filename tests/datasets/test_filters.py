@@ -1,4 +1,4 @@
-"""Filters: the rows are those of the whole table, whatever statistics were written."""
+"""Filters give the rows of the whole table, whatever statistics were written."""
 
 import datetime
 from io import BytesIO
@@ -79,14 +79,14 @@ EXPRESSIONS = st.recursive(
 
 @pytest.fixture(scope="module")
 def polars() -> Any:
-    """Start its runtime before descriptors are counted."""
+    """Start polars' runtime before descriptors are counted."""
     module = pytest.importorskip("polars")
     module.DataFrame({"x": [1]}).write_parquet(BytesIO())
     return module
 
 
 def write_all(polars: Any, table: pa.Table, folder: Path, rows: int) -> list[Path]:
-    """Write a table with each writer, in groups of so many rows if it can."""
+    """Write a table with each writer, in groups of ``rows`` where possible."""
     paths = [folder / f"{i}.parquet" for i in range(4)]
     pq.write_table(table, paths[0], row_group_size=rows)
     pq.write_table(table, paths[1], row_group_size=rows, write_statistics=False)

@@ -1,4 +1,4 @@
-"""The law of formats holds for ours, and finds what others do wrong."""
+"""Our formats pass ``check_shard_format``, which finds the errors of broken ones."""
 
 import asyncio
 import doctest
@@ -21,8 +21,6 @@ import own_format
 import pytest
 
 from aioloader import DataLoader
-from aioloader._base.blocks import Block
-from aioloader._base.raising import STOPS
 from aioloader.datasets import (
     ByteStream,
     ShardedStream,
@@ -38,7 +36,6 @@ from aioloader.datasets import (
     objects,
     writers,
 )
-from aioloader.datasets._streams.cursors import name_of
 from aioloader.errors import StateMismatchError, TruncatedReadError
 from aioloader.testing import check_shard_format
 from beside import beside
@@ -90,7 +87,7 @@ async def test_formats_keep_the_laws_in_a_store(ending: str, tmp_path: Path) -> 
 
 
 class Rows(Memory):
-    """Two shards, one of them empty, and readers that may be wrong."""
+    """Two shards, one of them empty, whose readers may be broken."""
 
     reader: Any = Reader
 
@@ -103,7 +100,7 @@ class Rows(Memory):
 
 
 class TooMany(Reader):
-    async def pull(self, limit: int) -> Block:
+    async def pull(self, limit: int) -> Any:
         return await super().pull(limit + 1)
 
 
@@ -113,25 +110,25 @@ class LosesOne(Reader):
 
 
 class ForgetsCancelled(Reader):
-    async def pull(self, limit: int) -> Block:
+    async def pull(self, limit: int) -> Any:
         self.task = asyncio.create_task(self.slow(limit))
         return await asyncio.shield(self.task)
 
-    async def slow(self, limit: int) -> Block:
+    async def slow(self, limit: int) -> Any:
         for _ in range(30):
             await asyncio.sleep(0)
         return await super().pull(limit)
 
 
 class AfterTheEnd(Reader):
-    async def pull(self, limit: int) -> Block:
+    async def pull(self, limit: int) -> Any:
         block = await super().pull(limit)
         self._at = self._at if len(block) else 0
         return block
 
 
 class Tuples(Reader):
-    """Has a position that JSON changes."""
+    """Returns a position that JSON changes."""
 
     def position(self) -> dict[str, Any]:
         return {"at": (self._at,)}
@@ -252,6 +249,9 @@ async def test_a_generators_error_comes_after_its_samples(tmp_path: Path) -> Non
         await read(ByteStream(f"{tmp_path}/b", lambda file: [*lines(file)]))
 
 
+STOPS = [StopIteration, StopAsyncIteration, GeneratorExit, asyncio.CancelledError]
+
+
 @pytest.mark.parametrize("kind", STOPS)
 async def test_a_stop_raised_by_a_generator_is_an_error(
     kind: type[BaseException], tmp_path: Path
@@ -334,6 +334,7 @@ async def triple(value: Any) -> Any:
 
 
 def test_names_of_functions_are_stable() -> None:
+    function: Any
     here = __name__
     for function, name in (
         (numbers, f"{here}.numbers"),
@@ -346,7 +347,7 @@ def test_names_of_functions_are_stable() -> None:
         (json.loads, "json.loads"),
         (int, "builtins.int"),
     ):
-        assert name_of(function) == name
+        assert from_iterable(function).describe()["function"] == name
 
 
 @pytest.mark.filterwarnings("ignore")

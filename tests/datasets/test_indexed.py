@@ -160,7 +160,7 @@ async def every(dataset: Any) -> list[Any]:
 
 
 async def check(stream: Any, pack: Path | None = None, *, scan: bool = False) -> Any:
-    """Check that random access gives what a stream does; return its dataset."""
+    """Check that random access equals the stream; return the dataset."""
     expected = shown((await read(stream, errors=Exception))[0])
     dataset = await IndexedDataset.discover(stream, pack=pack, scan=scan)
     assert await every(dataset) == expected
@@ -354,7 +354,7 @@ NOW = {
 
 
 def replace(place: Any, name: str, data: bytes) -> None:
-    """Write a shard again, in place, and later."""
+    """Overwrite a shard, with a later time."""
     put(place, {name: data})
     if isinstance(place, Path):  # their times are coarse
         os.utime(place / name, (2e9, 2e9))

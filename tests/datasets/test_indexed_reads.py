@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aioloader import DataLoader, datasets
-from aioloader._order.shuffled_blocks import ShuffledBlocks
 from aioloader.datasets import IndexedDataset, JSONLinesDataset, Piece, Requests
 from aioloader.errors import ObjectPermissionError, StateMismatchError
 from beside import beside
@@ -33,7 +32,7 @@ def shards_of(count: int = N, shards: int = 4) -> dict[str, bytes]:
 
 
 class Shelf(datasets.Source):
-    """Objects whose requests are counted, may have to wait, and fail at random."""
+    """Objects whose requests are counted, and may wait or fail at random."""
 
     label = "shelf://here"
 
@@ -45,7 +44,7 @@ class Shelf(datasets.Source):
         self.gate: Any = None  # that they wait for
 
     def close(self) -> None:
-        """Let requests wait, from now on."""
+        """Make requests wait from now on."""
         self.entered, self.gate = asyncio.Event(), asyncio.Event()
 
     async def get(self, key: str, start: int, stop: int) -> Piece:
@@ -69,7 +68,7 @@ class Shelf(datasets.Source):
 
 
 async def indexed(shelf: Shelf) -> Any:
-    """Return the numbers of a shelf by their index; no request is counted so far."""
+    """Return the indexed numbers of a shelf, whose requests are counted from now on."""
     options: Any = {"store": shelf, "requests": Requests(base_delay=0)}
     stream = JSONLinesDataset(sorted(shelf.objects), **options)
     dataset = await IndexedDataset.discover(stream, scan=True)
@@ -78,7 +77,7 @@ async def indexed(shelf: Shelf) -> Any:
 
 
 def local(folder: Path, prefix: str = "", time: float = 7.0, **given: int) -> Any:
-    """Return numbers in files of a time by their index."""
+    """Return indexed numbers in files that have the same time."""
     folder.mkdir(exist_ok=True)
     for name, data in shards_of(**given).items():
         path = folder / f"{prefix}{name}"
@@ -107,16 +106,19 @@ def flat(batches: Any) -> list[int]:
 
 
 @pytest.mark.law
+@pytest.mark.one_loop
 @given(
     shape=st.tuples(st.integers(0, 300), st.integers(1, 20), st.integers(0, 400)),
     seed=st.integers(-(2**70), 2**70),
     lanes=st.integers(1, 70),
 )
-def test_shuffled_blocks_have_each_index_once(
+async def test_shuffled_blocks_have_each_index_once(
     shape: tuple[int, int, int], seed: int, lanes: int
 ) -> None:
     """A position that is looked up alone is that of iteration, in each epoch."""
-    order, n = ShuffledBlocks(*shape, seed, lanes), shape[0]
+    n, block, window = shape
+    dataset = await indexed(Shelf(shards_of(n, 1)))
+    order = dataset.shuffled(block=block, window=window, seed=seed, lanes=lanes)
     for epoch in (0, 1):
         order.set_epoch(epoch)
         listed = [*order]
@@ -126,12 +128,14 @@ def test_shuffled_blocks_have_each_index_once(
 
 
 @pytest.mark.law
+@pytest.mark.one_loop
 @given(*map(st.integers, [1, 1, 0, 1], [9, 9, 200, 4]), st.integers(1, 6))
-def test_blocks_stay_on_one_rank(
+async def test_blocks_stay_on_one_rank(
     blocks: int, block: int, window: int, lanes: int, ranks: int
 ) -> None:
     lanes *= ranks
-    order = [*ShuffledBlocks(blocks * block * lanes, block, window, 5, lanes)]
+    dataset = await indexed(Shelf(shards_of(blocks * block * lanes, 1)))
+    order = [*dataset.shuffled(block=block, window=window, seed=5, lanes=lanes)]
     owned = [{index // block for index in order[rank::ranks]} for rank in range(ranks)]
     assert sum(map(len, owned)) == blocks * lanes
 

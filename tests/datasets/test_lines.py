@@ -28,7 +28,6 @@ from hypothesis import strategies as st
 from obstore.store import LocalStore
 from PIL import Image
 
-from aioloader._base.blocks import Bad
 from aioloader.datasets import JSONLinesDataset, MDSDataset, TarDataset, TextDataset
 from aioloader.datasets.lines import JSONDecoder, samples
 from aioloader.datasets.mds import decoder_of
@@ -191,7 +190,7 @@ def made(lines: list[bytes], limit: int = 1024) -> Iterator[Any]:
     make = functools.partial(samples, JSONDecoder(), 1 << 20)
     for block, offset in steps(make, b"\n".join(lines), limits=[limit]):
         for sample in block:
-            yield str(sample.error) if type(sample) is Bad else repr(sample)
+            yield str(sample.error) if hasattr(sample, "error") else repr(sample)
         yield offset
 
 

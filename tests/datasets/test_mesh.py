@@ -302,7 +302,7 @@ def samples(batches: list[Any], tail: str) -> list[str]:
 
 
 def check(by_rank: list[Any], tail: str) -> None:
-    """Check that ranks have as many batches, and each sample once."""
+    """Check that ranks have equally many batches, and that each sample comes once."""
     every = [name for rank in by_rank for name in samples(rank, tail)]
     assert len(set(every)) == (sum(LENGTHS) if tail != "drop" else len(every))
     assert len(set(map(len, by_rank))) == 1 + (tail == "uneven")

@@ -12,11 +12,10 @@ import obstore
 import pytest
 from obstore.store import LocalStore, MemoryStore, S3Store
 
-from aioloader.datasets import ObjectDataset, Requests, TextDataset
+from aioloader.datasets import ObjectDataset, Piece, Requests, Source, TextDataset
 from aioloader.datasets._stores.bytes import Client, StoredObject
-from aioloader.datasets._stores.failures import Piece
 from aioloader.datasets._stores.options import Flights
-from aioloader.datasets._stores.sources import OwnStore, Source, Tries, UnreachableError
+from aioloader.datasets._stores.sources import OwnStore, Tries, UnreachableError
 from aioloader.datasets._stores.stores import ObstoreStore
 from aioloader.errors import (
     DatasetError,
@@ -210,7 +209,7 @@ async def test_user_and_password_of_a_url_are_sent(loopback: Any, serve: Serve) 
 def test_forked_child_raises_instead_of_hanging(folder: Path) -> None:
     script = f"""
 import asyncio, os
-from aioloader.datasets import ObjectDataset, Requests, TextDataset
+from aioloader.datasets import ObjectDataset, Piece, Requests, Source, TextDataset
 
 async def read(): return len(memoryview(await dataset[0]))
 
@@ -232,7 +231,7 @@ for expected in 1, 2:
 async def test_a_process_exits_after_cancelled_requests(loopback: Any) -> None:
     script = f"""
 import asyncio
-from aioloader.datasets import ObjectDataset, Requests, TextDataset
+from aioloader.datasets import ObjectDataset, Piece, Requests, Source, TextDataset
 
 async def main():
     async with ObjectDataset({loopback.at("ok")!r}, ["cats/big.bin"] * 100) as dataset:
@@ -253,7 +252,7 @@ AT_ONCE = Requests(base_delay=0)
 
 
 class Named(Source):
-    """A store with an address and nothing in it."""
+    """An empty store with an address."""
 
     def __init__(self, label: str) -> None:
         self.label = label
@@ -271,7 +270,7 @@ def failure(number: int = 0) -> DatasetError:
 
 
 def attempts(*outcomes: Any) -> Attempt:
-    """Return a function that has these outcomes in turn."""
+    """Return a function with these outcomes, one per call."""
     turns = iter(outcomes)
 
     async def attempt() -> Any:
@@ -284,7 +283,7 @@ def attempts(*outcomes: Any) -> Attempt:
 
 
 def pause(monkeypatch: pytest.MonkeyPatch, *seconds: float) -> None:
-    """Make these the pauses of the next requests."""
+    """Set the pauses between the next requests."""
     place = "aioloader.datasets._stores.sources.backoff"
     monkeypatch.setattr(place, lambda *_: iter(seconds))
 
@@ -342,7 +341,7 @@ async def test_the_first_retry_is_logged_once(caplog: Any) -> None:
 
 
 async def hedging() -> Tries:
-    """Return tries that have seen enough to know what is slow."""
+    """Return tries that have measured enough requests to know a slow one."""
     tries = Tries(Requests(hedge=True, base_delay=0))
     for _ in range(20):
         await tries.make(attempts("quick"), *PLACE)
@@ -414,7 +413,7 @@ async def test_a_failed_request_keeps_no_frames_alive() -> None:
     """obstore's threads may hold a failed request until the next call of obstore."""
 
     class Iterator:
-        """What the frames that await a request hold."""
+        """An object in the frames that await a request."""
 
     async def read() -> None:
         iterator = Iterator()

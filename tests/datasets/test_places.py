@@ -47,7 +47,7 @@ def shards(folder: Path) -> dict[str, bytes]:
 
 
 def big_shard(samples: int, size: int) -> bytes:
-    """Return a tar of samples of that many bytes, each with its number in it."""
+    """Return a tar of samples of ``size`` bytes, each filled with its number."""
     return archive(
         Member(f"{number:06}.bin", number.to_bytes(8, "little") * (size // 8))
         for number in range(samples)
@@ -219,7 +219,7 @@ async def test_a_cache_does_not_mix_up_stores_in_memory(tmp_path: Path) -> None:
 
 
 def table_bytes(rows: int, ending: str = "parquet") -> bytes:
-    """Return a file of two parts and four columns."""
+    """Return a file of two row groups or batches, with four columns."""
     columns = {name: np.random.default_rng(0).random(rows) for name in "abcd"}
     return bytes_of(pa.table(columns), ending, rows // 2)
 
@@ -311,7 +311,7 @@ def tar(count: int) -> bytes:
 
 
 def packed(count: int) -> bytes:
-    """Lines that do not compress."""
+    """Return lines that do not compress."""
     noise = np.random.default_rng(0)
     rows = (noise.bytes(SAMPLE // 2).hex().encode() + b"\n" for _ in range(count))
     return gzip.compress(b"".join(rows), 1)
@@ -322,7 +322,7 @@ def arrow(count: int, ending: str = "arrow") -> bytes:
 
 
 def parquet(count: int) -> bytes:
-    """Four row groups."""
+    """Return four row groups."""
     table, plain = pa.table({"body": [b"x" * SAMPLE] * count}), {"compression": "none"}
     return bytes_of(table, "parquet", count // 4, use_dictionary=False, **plain)
 

@@ -29,7 +29,7 @@ dist: Any = torch.distributed
 
 
 def a_store() -> Any:
-    """Return a store that workers can reach too."""
+    """Return a store that workers can reach, too."""
     return dist.TCPStore(
         "127.0.0.1", 0, is_master=True, wait_for_workers=False, use_libuv=False
     )

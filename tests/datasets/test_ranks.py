@@ -19,7 +19,6 @@ from obstore.store import LocalStore
 from aioloader import DataLoader
 from aioloader._order.stream_states import opened, sealed
 from aioloader.datasets import ParquetDataset, ShardedStream, TextDataset, from_iterable
-from aioloader.datasets._arrow.rows import Rows
 from aioloader.errors import StateMismatchError
 from beside import beside
 from datasets.ranks import STREAMS, Ranks, lines, merge_states, numbers, trimmed
@@ -130,11 +129,11 @@ async def test_one_pull_is_one_batch(tmp_path: Path) -> None:
 async def test_readers_keep_columns(tmp_path: Path) -> None:
     async with aiter(parquet(tmp_path).readers(5)) as iterator:
         blocks = [await iterator.pull(limit) for limit in (7, 1, 12, 9)]
-    assert {type(block) for block in blocks} == {Rows}
+    assert all(hasattr(block, "collate") for block in blocks)
     with pytest.warns(UserWarning, match="3 ranks"):
         shared = aiter(parquet(tmp_path).shard(1, 3).readers(5))
     async with shared as iterator:
-        assert type(await iterator.pull(4)) is Rows
+        assert hasattr(await iterator.pull(4), "collate")
 
 
 @pytest.mark.filterwarnings("error")

@@ -99,7 +99,7 @@ POSTGRES = [
 
 
 def everything_said(error: BaseException) -> str:
-    """Return all that a log or another process may see of an error."""
+    """Return everything that a log or another process may see of an error."""
     seen: list[str] = []
     chain: list[BaseException | None] = [error]
     while chain:

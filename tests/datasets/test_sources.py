@@ -1,4 +1,4 @@
-"""Sources of users, and file systems of fsspec, read as every store is."""
+"""Sources of users and file systems of fsspec are read as every store is."""
 
 import asyncio
 import gzip

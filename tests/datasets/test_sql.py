@@ -1,4 +1,4 @@
-"""Ranges of a key: every row once, in order, in one snapshot, from any place on."""
+"""Ranges of a key: each row once, in order, in one snapshot, resumed from any row."""
 
 import asyncio
 import json
@@ -15,10 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aioloader import DataLoader
-from aioloader.datasets import SQLDataset, SQLRows
+from aioloader.datasets import ShardReader, SQLDataset, SQLRows
 from aioloader.datasets._sql import sqlite as sqlite_files
-from aioloader.datasets._sql.format import SQLFormat
-from aioloader.datasets._sql.session import SQLReader
+from aioloader.datasets.sql import SQLFormat
 from aioloader.errors import DatasetError, TruncatedReadError
 from beside import beside
 from datasets.pg import Database, keys_of, listed, opened, parts_of, rest_of, rows_of
@@ -444,7 +443,7 @@ def fill(database: Database, small: int = 0) -> None:
     )
 
 
-async def batches(reader: SQLReader) -> list[list[Any]]:
+async def batches(reader: ShardReader) -> list[list[Any]]:
     """Return the rows of each batch, which is held while the next one is read."""
     batches: list[list[Any]] = []
     while len(block := await reader.pull(10**9)):

@@ -1,4 +1,4 @@
-"""Rows by key: many by one query, in the order asked, over lost connections."""
+"""Rows by key: many in one query, in the given order, despite lost connections."""
 
 import asyncio
 import pickle

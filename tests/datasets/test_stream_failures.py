@@ -286,7 +286,7 @@ CHAINS: dict[str, Callable[[Path], Any]] = {
 
 
 async def read_all(stream: Any, count: int | None = None, state: Any = None) -> Any:
-    """Return samples, the texts of errors, and the state after so many of both."""
+    """Return samples, texts of errors, and the state after ``count`` of both."""
     stream = stream.shard(0, 1)
     mixed, state = await shards.read(stream, count, state, errors=FileNotFoundError)
     errors = [str(x) for x in mixed if isinstance(x, FileNotFoundError)]

@@ -1,4 +1,4 @@
-"""Parquet and Arrow files: all rows, from any on; no damage in silence."""
+"""Parquet and Arrow files: all rows, from any row on; no damage is silent."""
 
 import gzip
 import pickle
@@ -15,13 +15,11 @@ from pyarrow import compute as pc
 from pyarrow import feather
 from pyarrow import parquet as pq
 
-from aioloader._base.blocks import Bad
 from aioloader.datasets._arrow import ipc
 from aioloader.datasets._arrow.csv import CSVFormat, Dialect
 from aioloader.datasets._arrow.ipc import ArrowFormat
 from aioloader.datasets._arrow.memory import MemoryFormat
 from aioloader.datasets._arrow.parquet import ParquetFormat
-from aioloader.datasets._arrow.rows import Rows
 from aioloader.datasets._arrow.wanted import Wanted
 from aioloader.errors import DatasetError, ObjectNotFoundError, TruncatedReadError
 from datasets.shards import put
@@ -91,8 +89,7 @@ async def test_rows_come_in_columns(kind: str, tmp_path: Path) -> None:
     form = pickle.loads(pickle.dumps(form))
     assert repr(form) == f"{type(form).__name__}({path!r})"
     reader = form.open(tuple(listed[0]), {"row": 18}, 1 << 20)
-    block = await reader.pull(2)
-    assert isinstance(block, Rows)
+    block: Any = await reader.pull(2)
     assert block.collate() == {"text": ["18", "19"], "n": pytest.approx([18, 19])}
     assert reader.position() == {"row": 20}
     await reader.aclose()
@@ -194,11 +191,10 @@ async def test_invalid_text_fails_its_row_alone(kind: str, tmp_path: Path) -> No
     form = made(path, nulls={"text": "-"})
     good, bad, null, last = await read_all(form, limit=3)
     assert [row["text"] for row in (good, null, last)] == ["good", "-", "also"]
-    assert isinstance(bad, Bad)
     assert re.search(r"'a\.\w+' cannot be read, row 1: .*Invalid UTF8", str(bad.error))
     (shard,) = await shards(form)
     rows = await read_shard(form, shard, row=1)
-    assert isinstance(rows[0], Bad)
+    assert "Invalid UTF8" in str(rows[0].error)
     assert [row["n"] for row in rows[1:]] == [2, 3]
 
 

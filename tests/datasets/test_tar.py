@@ -270,7 +270,7 @@ LIMITS = st.lists(st.integers(1, 5), max_size=8).map(lambda limits: [*limits, 2]
 
 @st.composite
 def members(draw: st.DrawFn) -> Member:
-    """Return any member, of a few names, so that samples have several."""
+    """Return a member with one of a few names, so that samples have several members."""
     kind = draw(KINDS)
     size = draw(st.sampled_from([0, 1, 511, 512, 513, 2000]))
     body = bytes([draw(st.integers(0, 255))]) * size

@@ -42,7 +42,7 @@ def write(path: Any, documents: Documents, **options: Any) -> None:
 
 
 def expected(documents: Documents, length: int, *, is_one: bool = False) -> list[Any]:
-    """Return the samples, token by token, as the definition says."""
+    """Return the samples, token by token, by their definition."""
     tokens = [token for document in documents for token in document]
     ends = set() if is_one else set(np.cumsum([*map(len, documents)]).tolist())
     samples = []
@@ -123,7 +123,7 @@ def test_written_tokens_are_read_back(
 
 
 def index_of(sizes: Sequence[int], firsts: Sequence[int], itemsize: int) -> bytes:
-    """Return an index as Megatron writes it: sequences, and the documents' first."""
+    """Return Megatron's index of sizes of sequences, and each document's first one."""
     pointers = np.cumsum([0, *sizes][: len(sizes)]) * itemsize
     head = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 4, len(sizes), len(firsts))
     parts = [np.array(sizes, "<i4"), np.array(pointers, "<i8"), np.array(firsts, "<i8")]
@@ -552,7 +552,7 @@ def test_killed_writers_resume_exactly(tmp_path: Path, numbers: Sequence[int]) -
 
 @pytest.fixture(autouse=True)
 def unchanged_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Undo what finding a module adds."""
+    """Restore ``sys.path``, to which loading a function adds a folder."""
     monkeypatch.setattr(sys, "path", [*sys.path])
 
 

@@ -1,4 +1,4 @@
-"""Wrong arguments, misconfigured stores and missing extras: what to do is said."""
+"""Wrong arguments, misconfigured stores and missing extras: errors say what to do."""
 
 import asyncio
 import copy
