@@ -304,7 +304,9 @@ def as_nobody() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("place", ["file", "file/below", "/proc/none"])
-def test_bad_directory_only_warns(tmp_path: Path, place: str, one_warning: Any) -> None:
+def test_a_directory_that_cannot_be_written_only_warns(
+    tmp_path: Path, place: str, one_warning: Any
+) -> None:
     """A file has this path, or the file system refuses to create it."""
     (tmp_path / "file").touch()
     cache = CacheDir(tmp_path / place, ROOMY)

@@ -356,7 +356,9 @@ async def test_filters_skip_files_and_row_groups(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [hive, feather])
 @pytest.mark.parametrize("filters", [None, pc.field("n") >= 60], ids=["all", "some"])
-async def test_ranks_share_fragments(make: Make, filters: Any, tmp_path: Path) -> None:
+async def test_fragments_are_cut_for_more_ranks(
+    make: Make, filters: Any, tmp_path: Path
+) -> None:
     stream = from_arrow(make(tmp_path), ["n"], filters=filters)
     whole = [row["n"] for row in (await read(stream))[0]]
     parts = [(await read(stream.shard(rank, 9)))[0] for rank in range(9)]

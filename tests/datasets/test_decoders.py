@@ -428,7 +428,9 @@ def test_class_folders_without_images_are_refused(tree: Path) -> None:
         ("*.md", "", "none of 1 files has an extension of bmp, jpeg"),
     ],
 )
-def test_unlabelled_files_fail(tree: Path, pattern: str, root: str, words: str) -> None:
+def test_files_outside_of_class_folders_are_refused(
+    tree: Path, pattern: str, root: str, words: str
+) -> None:
     (tree / "stray.png").write_bytes(b"")
     with pytest.raises(ValueError, match=words):
         FileDataset(pattern, root=tree).class_folders(root)

@@ -201,8 +201,10 @@ async def test_garbage_after_csv_lines_is_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("ending", "pack"), PAIRS)
-async def test_packed_files_need_data(ending: str, pack: str, tmp_path: Path) -> None:
-    """A compressed empty text is an empty shard; a file of no bytes is truncated."""
+async def test_a_compressed_file_of_no_bytes_is_truncated(
+    ending: str, pack: str, tmp_path: Path
+) -> None:
+    """A compressed empty text has bytes, and is an empty shard."""
     path, make = tmp_path / f"a.{ending}.{pack}", PACKED[ending]
     samples, error = await read(make(written(path, b"")))
     assert (samples, type(error)) == ([], TruncatedReadError)
@@ -276,7 +278,9 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("readers", [1, 3])
 @pytest.mark.parametrize("ending", ["", "\n"])
-async def test_a_bom_is_no_text(ending: str, readers: int, tmp_path: Path) -> None:
+async def test_a_byte_order_mark_is_not_part_of_the_first_line(
+    ending: str, readers: int, tmp_path: Path
+) -> None:
     """Wherever a file is cut and resumed."""
     rows = [f'"{i}"' for i in range(9)]
     for shard, lines in enumerate((rows[:5], rows[5:], [])):
@@ -296,7 +300,9 @@ KINDS = pytest.mark.parametrize("kind", ["txt", "jsonl", "tar"])
 @pytest.mark.slow
 @KINDS
 @pytest.mark.parametrize("readers", [2, 3, 7])
-async def test_ranks_share_files(kind: str, readers: int, tmp_path: Path) -> None:
+async def test_ranks_share_the_samples_of_each_file(
+    kind: str, readers: int, tmp_path: Path
+) -> None:
     dataset, expected = (await asyncio.to_thread(write, tmp_path))[kind]
     objects = await asyncio.to_thread(contents, tmp_path)
     with ObjectServer(objects) as server:

@@ -129,8 +129,10 @@ X, N = pc.field("x"), pc.field("n")
     (X.is_null(nan_is_null=True) & (N < 3), [1]),
     (pc.field("s", "x") != 3.0, [1, 3]),
 ], ids=str)  # fmt: skip
-async def test_filters_see_nan(filters: Any, ids: list[int], tmp_path: Path) -> None:
-    """The statistics of the first row group hide the NaN among its values."""
+async def test_filters_find_nan_despite_statistics(
+    filters: Any, ids: list[int], tmp_path: Path
+) -> None:
+    """The statistics of the first row group say that all values are 3."""
     numbers = [3.0, NAN, 3.0, 4.0]
     nested = [{"x": number} for number in numbers]
     table = pa.table({"x": numbers, "n": range(4), "s": nested, "id": range(4)})

@@ -111,7 +111,9 @@ def test_a_loader_keeps_no_mesh(mesh: Any) -> None:
         ([0], {"world_size": 1}, "DeviceMesh as rank excludes world_size.* got .*=1"),
     ],
 )
-def test_bad_meshes_fail(mesh: Any, places: Any, options: Any, message: str) -> None:
+def test_unsuitable_meshes_are_refused(
+    mesh: Any, places: Any, options: Any, message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         DataLoader(range(3), rank=mesh(*places), **options)
 
@@ -119,7 +121,9 @@ def test_bad_meshes_fail(mesh: Any, places: Any, options: Any, message: str) -> 
 # -- one list of shards ---------------------------------------------------------------
 
 
-def test_a_lone_rank_compares_nothing(two: list[RankProcess], tmp_path: Path) -> None:
+def test_a_rank_that_iterates_alone_compares_nothing(
+    two: list[RankProcess], tmp_path: Path
+) -> None:
     stream = shards(tmp_path, 0, 4)
     for count in (1, 2):
         assert two[0].do(do="open", **stream) == ["0"]
@@ -168,7 +172,9 @@ async def test_ranks_compare_each_iteration_of_a_stream(tmp_path: Path) -> None:
     await begin(0, "a")
 
 
-def test_new_shards_between_peers_fail(four: list[RankProcess], tmp_path: Path) -> None:
+def test_shards_added_between_peers_are_an_error(
+    four: list[RankProcess], tmp_path: Path
+) -> None:
     stream = shards(tmp_path, 0, 8)
     assert four[0].do(do="open", **stream) == ["0"]
     shards(tmp_path, 8, 9)

@@ -176,7 +176,9 @@ def concatenated(texts: list[Text], how: dict[str, Any]) -> list[Any]:
 
 
 @given(texts(), options("concat"), st.integers(1, 9))
-async def test_concat_packs_in_order(drawn: list[Text], how: Any, limit: int) -> None:
+async def test_concat_packs_token_by_token(
+    drawn: list[Text], how: Any, limit: int
+) -> None:
     """Failures come in the places of their documents."""
     samples, _ = await pulled(documents(drawn).pack(**how), [limit])
     expected = concatenated(drawn, how)
@@ -190,7 +192,9 @@ async def test_concat_packs_in_order(drawn: list[Text], how: Any, limit: int) ->
 
 
 @given(texts(), options("best_fit"), st.integers(1, 9))
-async def test_best_fit_loses_no_text(drawn: list[Text], how: Any, limit: int) -> None:
+async def test_best_fit_keeps_documents_whole(
+    drawn: list[Text], how: Any, limit: int
+) -> None:
     """Samples consist of whole documents, and each document is in one sample."""
     samples, _ = await pulled(documents(drawn).pack(**how), [limit])
     length = how["length"]

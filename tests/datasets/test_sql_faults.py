@@ -358,7 +358,9 @@ async def test_reading_survives_a_restart_of_the_server(
 
 
 @pytest.mark.slow
-async def test_dead_servers_are_errors(postgresql: Database, running: Server) -> None:
+async def test_reading_gives_up_on_a_dead_server(
+    postgresql: Database, running: Server
+) -> None:
     wide(postgresql)
     made = SQLFormat(postgresql.url, "t", key="id", partitions=[2000], deadline=0.5)
     async with opened(made, SMALL) as readers:

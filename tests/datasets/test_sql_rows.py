@@ -114,7 +114,9 @@ async def test_rows_are_read_as_they_are_now(database: Database) -> None:
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-async def test_rows_become_tensors(database: Database, num_workers: int) -> None:
+async def test_batches_of_rows_are_tensors(
+    database: Database, num_workers: int
+) -> None:
     database.fill("t", 100)
     rows = SQLRows(
         database.url, "t", key="id", columns=["id", "value"], keys=range(100)

@@ -310,7 +310,9 @@ async def test_resuming_at_a_repeated_key_is_an_error(database: Database) -> Non
 
 
 @pytest.mark.parametrize("collation", ["NOCASE", "RTRIM"])
-async def test_lossy_collations_are_refused(sqlite: Database, collation: str) -> None:
+async def test_collations_that_equate_texts_are_refused(
+    sqlite: Database, collation: str
+) -> None:
     """Reading cannot resume between equal texts; a query can tell them apart."""
     sqlite.run(f"CREATE TABLE t (id TEXT COLLATE {collation} PRIMARY KEY)")
     sqlite.run("INSERT INTO t VALUES ('a'), ('B'), ('c')")

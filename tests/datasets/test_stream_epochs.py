@@ -116,7 +116,9 @@ def padded(stream: Any, size: int, rank: int, ranks: int, **options: Any) -> Any
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"on_error": "skip"}])
 @pytest.mark.parametrize(("first", "second"), [(3, 1), (3, 2), (3, 6), (1, 2)])
-def test_masks_mark_only_padding(first: int, second: int, options: Any) -> None:
+def test_masks_mark_only_padding_on_other_ranks(
+    first: int, second: int, options: Any
+) -> None:
     """At the end, however many ranks began the epoch."""
     stream = numbers(40).readers(6).epoch_length(13)
     states, delivered = [], []

@@ -304,7 +304,9 @@ def hide(folder: Path, *, is_hidden: bool) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CHAINS)
 @pytest.mark.parametrize("gone", [False, True])
-async def test_resumes_exactly_or_fails(name: str, gone: bool, tmp_path: Path) -> None:
+async def test_a_stream_with_vanished_shards_resumes_exactly_or_fails(
+    name: str, gone: bool, tmp_path: Path
+) -> None:
     refused = 0
     for count in range(1, 12):
         stream = CHAINS[name](tmp_path)

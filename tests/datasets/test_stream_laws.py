@@ -58,7 +58,9 @@ async def test_samples_come_once_and_in_order(make: Make, tmp_path: Path) -> Non
 @pytest.mark.slow
 @MAKES
 @pytest.mark.parametrize("num_workers", [1, 2])
-async def test_workers_read_all(make: Make, num_workers: int, tmp_path: Path) -> None:
+async def test_workers_read_all_samples_once(
+    make: Make, num_workers: int, tmp_path: Path
+) -> None:
     stream = make(tmp_path, interleave=3)
     for fetch in ("loader", "workers"):
         loader: Any = DataLoader(
@@ -99,7 +101,9 @@ async def test_unordered_streams_lose_nothing(make: Make, tmp_path: Path) -> Non
 @pytest.mark.slow
 @MAKES
 @pytest.mark.parametrize("count", [0, 1, 7])
-async def test_streams_can_be_closed(make: Make, count: int, tmp_path: Path) -> None:
+async def test_a_closed_iteration_has_ended(
+    make: Make, count: int, tmp_path: Path
+) -> None:
     iterator = aiter(make(tmp_path, interleave=2))
     for _ in range(count):
         await anext(iterator)
@@ -286,7 +290,9 @@ STEPS = pytest.mark.parametrize("steps", [bare, with_steps, with_readers])
 @pytest.mark.slow
 @STEPS
 @pytest.mark.parametrize("make", [json_lines, parquet, sqlite])
-async def test_cancelled_reads_resume(make: Make, steps: Any, tmp_path: Path) -> None:
+async def test_cancelled_reads_of_files_lose_nothing(
+    make: Make, steps: Any, tmp_path: Path
+) -> None:
     stream = make(tmp_path, interleave=3)
     # A range of rows opens a file again: not at each await.
     await check_cancelling(lambda: steps(stream), every=3 if make is sqlite else 1)
@@ -294,7 +300,9 @@ async def test_cancelled_reads_resume(make: Make, steps: Any, tmp_path: Path) ->
 
 @pytest.mark.slow
 @STEPS
-async def test_cancelled_reads_of_a_database_resume(steps: Any, tmp_path: Path) -> None:
+async def test_cancelled_reads_of_a_database_lose_nothing(
+    steps: Any, tmp_path: Path
+) -> None:
     """Not cancelled at each await, because connections take long to open."""
     stream = postgresql(tmp_path, interleave=3, partitions=3)
     await check_cancelling(lambda: steps(stream), every=11)
@@ -302,7 +310,9 @@ async def test_cancelled_reads_of_a_database_resume(steps: Any, tmp_path: Path) 
 
 @pytest.mark.slow
 @STEPS
-async def test_cancelled_reads_of_a_store_resume(steps: Any, tmp_path: Path) -> None:
+async def test_cancelled_reads_of_a_store_lose_nothing(
+    steps: Any, tmp_path: Path
+) -> None:
     faults = Faults(errors=0.05, resets=0.05, truncated=0.05)
     with ObjectServer(shards(tmp_path), faults=faults) as served:
         options: Any = {"store_options": {"retry_config": {"max_retries": 0}}}
@@ -314,7 +324,7 @@ async def test_cancelled_reads_of_a_store_resume(steps: Any, tmp_path: Path) -> 
 @pytest.mark.slow
 @STEPS
 @pytest.mark.parametrize("turns", [0, 1, 3, 10])
-async def test_iterating_continues_after_a_cancelled_step(
+async def test_a_cancelled_step_loses_nothing(
     turns: int, steps: Callable[[Any], Any], tmp_path: Path
 ) -> None:
     stream = json_lines(tmp_path, interleave=3)

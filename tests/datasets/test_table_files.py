@@ -97,7 +97,9 @@ async def test_rows_come_in_columns(kind: str, tmp_path: Path) -> None:
 
 @PLACES
 @KINDS
-async def test_nulls_are_replaced(kind: str, is_remote: bool, tmp_path: Path) -> None:
+async def test_columns_are_selected_and_nulls_replaced(
+    kind: str, is_remote: bool, tmp_path: Path
+) -> None:
     table = every_type().append_column("struct.a", pa.array(range(50)))
     path = write(tmp_path / f"a.{kind}", table)
     nulls = {"float64": -1, "text": "?", "category": "none"}
@@ -233,7 +235,9 @@ FOREIGN = {
 
 @PLACES
 @pytest.mark.parametrize("kind", FOREIGN)
-async def test_foreign_files_fail(kind: str, is_remote: bool, tmp_path: Path) -> None:
+async def test_files_of_other_formats_are_refused(
+    kind: str, is_remote: bool, tmp_path: Path
+) -> None:
     path = tmp_path / f"x.{kind}"
     for data, message in FOREIGN[kind]:
         put(path, data)

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import strategies as st
 from obstore.store import LocalStore
 from pyarrow import compute as pc
 from pyarrow import dataset as ds
@@ -84,7 +83,9 @@ async def test_compatible_types_are_unified(tmp_path: Path) -> None:
     ([pa.array([0.5]), pa.array([2**53 + 1])],
      "'n' of '.*b.parquet' is of .* int64 and has values that do not fit double.*sch"),
 ], ids=lambda x: x if isinstance(x, str) else str(x[-1].type))  # fmt: skip
-async def test_type_conflicts_fail(columns: Any, words: str, tmp_path: Path) -> None:
+async def test_conflicting_types_are_an_error(
+    columns: Any, words: str, tmp_path: Path
+) -> None:
     paths = written(tmp_path, *({"n": column} for column in columns))
     with pytest.raises(DatasetError, match=words):
         await items(ParquetDataset(paths))
@@ -212,69 +213,6 @@ async def test_a_state_is_bound_to_schema_and_filters(tmp_path: Path) -> None:
         ArrowDataset("x", ["n", "x"], schema=schema)
 
 
-# -- any schemas ---------------------------------------------------------------------
-
-SCALARS = [
-    pa.int8(), pa.int32(), pa.int64(), pa.uint16(), pa.uint64(), pa.float32(),
-    pa.float64(), pa.string(), pa.large_string(), pa.binary(), pa.binary(2), pa.bool_(),
-    pa.date32(), pa.timestamp("us"), pa.timestamp("ns"), pa.timestamp("ms", "UTC"),
-    pa.decimal128(9, 2), pa.decimal128(12, 4), pa.null(),
-    pa.dictionary(pa.int32(), pa.string()),
-]  # fmt: skip
-KINDS = st.recursive(
-    st.sampled_from(SCALARS),
-    lambda inner: st.one_of(
-        inner.map(pa.list_),
-        inner.map(pa.large_list),
-        st.dictionaries(st.sampled_from("xy"), inner, min_size=1).map(
-            lambda fields: pa.struct([*fields.items()])
-        ),
-    ),
-    max_leaves=3,
-)
-
-
-@st.composite
-def files(draw: st.DrawFn) -> list[pa.Table]:
-    kinds = draw(st.dictionaries(st.sampled_from("abc"), KINDS, min_size=1, max_size=3))
-    tables = []
-    for _ in range(2):
-        names = draw(st.permutations(sorted(kinds)))
-        columns = {}
-        for name in names:
-            kind = draw(st.one_of(st.just(kinds[name]), KINDS))
-            values = draw(st.lists(st.integers(0, 99), min_size=2, max_size=2))
-            nullable = draw(st.booleans()) or pa.types.is_null(kind)
-            columns[pa.field(name, kind, nullable=nullable)] = _values(kind, values)
-        schema = pa.schema([*columns])
-        tables.append(pa.Table.from_arrays([*columns.values()], schema=schema))
-    return tables
-
-
-def _values(kind: pa.DataType, values: list[int]) -> pa.Array:  # noqa: PLR0911
-    if pa.types.is_null(kind):
-        return pa.nulls(len(values))
-    if pa.types.is_struct(kind):
-        parts = [_values(kind.field(i).type, values) for i in range(kind.num_fields)]
-        return pa.StructArray.from_arrays(parts, fields=[*kind])
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        made = pa.LargeListArray if pa.types.is_large_list(kind) else pa.ListArray
-        inner = _values(kind.value_type, values)
-        return made.from_arrays([*range(len(values) + 1)], inner).cast(kind)
-    if pa.types.is_boolean(kind):
-        return pa.array([value % 2 == 0 for value in values])
-    if pa.types.is_dictionary(kind):
-        return _values(kind.value_type, values).cast(kind)
-    if pa.types.is_decimal(kind):
-        return pa.array([decimal.Decimal(value) for value in values], kind)
-    if pa.types.is_integer(kind) or pa.types.is_floating(kind):
-        return pa.array(values).cast(kind)
-    if pa.types.is_temporal(kind):
-        width = pa.int32() if kind.bit_width == 32 else pa.int64()
-        return pa.array(values).cast(width).view(kind)
-    return pa.array([f"{value:02d}" for value in values]).cast(pa.binary()).cast(kind)
-
-
 # -- columns in the names of directories -----------------------------------------------
 
 ROWS = 48
@@ -323,7 +261,7 @@ FILTERS = [
 @pytest.mark.parametrize("filters", [None, *FILTERS], ids=str)
 @pytest.mark.parametrize("columns", [None, ["town", "number"], ["year"]], ids=str)
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_reads_partitions_as_pyarrow(
+def test_hive_partitions_are_read_as_pyarrow_reads_them(
     filters: Any, columns: Any, num_workers: int, folder: Path
 ) -> None:
     expression = pq.filters_to_expression(filters) if type(filters) is list else filters

@@ -651,7 +651,9 @@ def test_killed_writers_resume_exactly(tmp_path: Path, numbers: list[int]) -> No
     [[7, 13], pytest.param([3, 5, 6, 7, 8, 10, 12, 13], marks=pytest.mark.fuzz)],
     ids=["some", "all"],
 )
-def test_killed_uploads_are_unseen(s3: str, s3_port: int, numbers: list[int]) -> None:
+def test_uploads_of_killed_writers_are_not_seen(
+    s3: str, s3_port: int, numbers: list[int]
+) -> None:
     """A store shows no part of an upload; in the end, each sample is there once."""
     base = f"{s3}-killed-{len(numbers)}"
     jobs = [("tar", f"{base}-{number}", number) for number in numbers]
