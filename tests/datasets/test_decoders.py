@@ -325,7 +325,7 @@ def test_the_description_names_formats_and_functions() -> None:
     assert description != TarDataset("x.tar").decode("pil").describe()
 
 
-# What torchvision 0.28 says of the tree: ``classes``, and ``samples`` below the root.
+# The tree in torchvision 0.28: ``classes``, and ``samples`` relative to the root.
 CLASSES = ["cat", "cat-b", "dog"]
 LABELLED = [
     ("cat/b.png", 0),

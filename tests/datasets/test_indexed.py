@@ -64,7 +64,7 @@ NO_SAMPLES = st.sampled_from(["README", "__meta__/x.json", "d/.hidden"])
 BODIES = st.sampled_from([0, 1, 511, 512, 513, 3000]).map(lambda size: b"x" * size)
 MEMBERS = st.one_of(
     st.builds(written, NAMES | NO_SAMPLES, BODIES, st.sampled_from([*FORMATS])),
-    # headers that say nothing of the member, such as times
+    # headers that do not describe the member's data, such as times
     st.builds(lambda body: pax({"mtime": "1.5"}) + member(b"b.t", body), BODIES),
     st.builds(lambda body: header(b"c.x", len(body), b"S") + padded(body), BODIES),
     st.builds(sparse, NAMES, BODIES),
@@ -186,13 +186,13 @@ def test_random_access_equals_the_stream(kind: str, data: st.DataObject) -> None
         for place in (root, store):
             put(place, objects)
             asyncio.run(check_scanned(place))
-        if kind == "rec":  # the command knows no format of a user
+        if kind == "rec":  # the command knows no custom formats
             return
         pack.unlink()
         shards = f"{root}/in" if kind == "mds" else f"{root}/in/*.{kind}"
         assert main(["index", "-q", shards, "--pack", str(pack)]) == 0
         asyncio.run(check(make(store=root), pack))
-        if kind != "mds":  # whose heads are their index
+        if kind != "mds":  # their headers are the index
             assert main(["index", "-q", shards]) == 0
             indexes = {f"in/{path.name}": path for path in root.glob("in/*.idx")}
             put(store, {name: path.read_bytes() for name, path in indexes.items()})
@@ -220,7 +220,7 @@ async def test_local_arrow_files_need_no_index(ending: str, tmp_path: Path) -> N
 
 TEN = b"".join(b"line %d\n" % i for i in range(10))
 INDEX_OF_TEN = struct.pack("<11Q", *range(0, 77, 7))
-# How messages about an index end: with the command that writes it.
+# Messages about an index end with the command that writes it.
 AGAIN = ".*`aioloader index"
 
 

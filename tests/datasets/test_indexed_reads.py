@@ -193,7 +193,7 @@ def test_a_state_resumes_on_other_ranks(ranks: int, tmp_path: Path) -> None:
         assert rest(left_at(loader_of(dataset, 2, k % 2), k)) == whole[k:]
 
 
-# Other shards, another order, and what is said.
+# Changed shards, a changed order, and the words of the error.
 OTHERS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"block": 8}, "block=4 of the sampler, but .* has block=8 of"),
     ({}, {"window": 8}, "window=32 of the sampler, but .* has window=8 of"),

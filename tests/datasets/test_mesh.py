@@ -184,7 +184,7 @@ def test_shards_added_between_peers_are_an_error(
     assert "and a peer of rank 0, before, 8 shards (digest " in errors[0]
     assert "and rank 0, before, 8 shards (digest " in errors[1]
     four[0].do(do="rest")
-    # All begin again, and agree.
+    # All ranks iterate again, and find the same shards.
     first = [process.do(do="open", **stream) for process in four]
     assert first == [["0"], ["0"], ["10"], ["10"]]
     rest = [process.do(do="rest") for process in four]
@@ -210,7 +210,7 @@ def test_peers_cut_a_table_alike(four: list[RankProcess], tmp_path: Path) -> Non
 def test_workers_of_peers_compare_shards(tmp_path: Path) -> None:
     """They use the group's store or the user's, and count as their process."""
     (tmp_path / "more").mkdir()
-    with ranks(4) as four:  # not those of the other tests, for theirs have workers now
+    with ranks(4) as four:  # new processes, because these start workers
         met(four, 2, 2)
         for folder, store in ((tmp_path, None), (tmp_path / "more", "ranks")):
             stream = shards(folder, 0, 8)

@@ -302,7 +302,7 @@ def test_addresses_are_split_into_their_root_and_key(names: list[str]) -> None:
     key = "/".join(names)
     for root in ("s3://bucket", "https://host:8000", "abfss://box@account"):
         address = spell(root, key)
-        # No key of a web server has a backslash: the URL is sent as it is spelled.
+        # URLs with a backslash are sent as they are spelled.
         is_whole = root.startswith("https") and "\\" in key
         assert split(address) == ((address, "") if is_whole else (root, key))
 
@@ -420,7 +420,7 @@ async def test_listings_survive_failed_requests(fault: str, blocking: bool) -> N
             objects = await ObjectDataset.discover(bucket, store_options=config)
         assert list(objects.keys) == sorted(many(10_000))
         assert server.injected()[fault] > 3
-        # Each is one, and costs a request.
+        # Each fault takes one request.
         assert 23 < server.counts("").requests < 20 + 3 * server.injected()[fault]
 
 

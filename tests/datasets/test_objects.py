@@ -83,7 +83,7 @@ async def test_ranges_without_a_total_size_are_read_whole(loopback: Any) -> None
     assert [line async for line in stream] == ["cats-z" * 5]
 
 
-# With a tag the rest is asked for once, and half of it comes, or a byte less.
+# With an ETag the rest is requested once, and half of it or a byte less arrives.
 @pytest.mark.parametrize(("answer", "received"), [("cut", 300_000), ("short", 399_999)])
 @pytest.mark.parametrize("size", [0, 400_000])
 async def test_a_short_body_is_no_sample(

@@ -109,7 +109,7 @@ async def test_missing_objects_are_not_retried() -> None:
 async def test_near_stores_are_read_less_far_ahead(
     is_far: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # However quickly this machine answers.
+    # Whatever the latency of this machine.
     monkeypatch.setattr(stored_bytes, "_FAR", 0.0 if is_far else math.inf)
     body = big_shard(1500, 8000)
     with ObjectServer({f"{i}.tar": body for i in range(4)}) as server:
@@ -128,7 +128,7 @@ async def test_near_stores_are_read_less_far_ahead(
                 return counts.in_flight == 0 and (counts.bytes > 3 << 20) is is_far
 
             await asyncio.to_thread(server.wait_for, is_idle)
-            assert server.counts().bytes <= 5 << 20  # pieces that were cut are more
+            assert server.counts().bytes <= 5 << 20  # with pieces that were cut
             assert len([sample async for sample in iterator]) == 6000 - 80
 
 
@@ -163,7 +163,7 @@ async def test_large_shards_are_begun_one_by_one(first: int) -> None:
                 await anext(iterator)
                 idle = partial(server.wait_for, lambda: server.counts().in_flight == 0)
                 await asyncio.to_thread(idle)
-                # A piece of a quarter of the budget has been cut, and is not yet taken.
+                # Plus a piece of a quarter of the budget, cut but not delivered.
                 held = server.counts().bytes - taken * size
                 assert held <= 1.25 * budget, taken
 
@@ -293,7 +293,7 @@ async def test_tables_need_a_server_with_ranges(kind: str) -> None:
 # -- what a resumed stream reads again, as docs/guides/shards.md has it ----------------
 
 MB = 1 << 20
-# A shard that several requests read, and one that a single request does.
+# Samples of a shard that takes several requests, and of one that takes one.
 LARGE, SMALL = 2_400, 100
 SAMPLE = 10_000
 
@@ -366,7 +366,7 @@ def test_resuming_reads_at_most_8_mb_again(
 ) -> None:
     data = make(LARGE)
     before, current = read_after_resuming(stream, data, share)
-    assert before < MB  # of Arrow files the footers
+    assert before < MB  # the footers of Arrow files
     assert current <= (1 - share) * len(data) + 8 * MB + 4 * SAMPLE
 
 

@@ -254,7 +254,7 @@ def left(
             if states is not None:
                 loader.load_state_dict(states[rank])
             batches = list(itertools.islice(loader, stop))
-            barrier.wait()  # none leaves before all have what they need
+            barrier.wait()  # all ranks read before any leaves
             return batches, json.loads(json.dumps(loader.state_dict()))
 
     barrier = threading.Barrier(ranks)
@@ -338,7 +338,7 @@ def test_ranks_at_different_epochs_are_an_error(tail: Any, samples: int) -> None
         options: Any = {"tail": tail, "batch_size": 2}
         with loader_of(numbers(samples), store, rank, 2, **options) as loader:
             loader.set_epoch(rank)
-            for _ in loader:  # by the second batch, all has been told
+            for _ in loader:  # by the second batch, the ranks have compared
                 for thread in threading.enumerate():
                     if thread.name == "aioloader-end":
                         thread.join(20)

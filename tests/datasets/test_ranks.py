@@ -64,7 +64,7 @@ async def test_any_number_of_ranks_has_one_order(kind: str, tmp_path: Path) -> N
     [
         (12, (4, 3, 1), 24),
         (12, (4, 8, 3), 24),
-        # the readers are those of the ranks it began with
+        # there are as many readers as first ranks
         (None, (4, 3, 8), 24),
         (None, (4, 3, 4), 24),
         (None, (1, 2, 3), 24),
@@ -266,7 +266,7 @@ async def test_a_state_without_the_readers_is_refused() -> None:
     ):
         stream = numbers().shard(rank, ranks)
         stream.load_state_dict(state)
-        for _ in range(2):  # it is not forgotten, and the beginning taken instead
+        for _ in range(2):  # the second iteration fails, too
             with (
                 pytest.raises(StateMismatchError, match=words) as caught,
                 warnings.catch_warnings(),
@@ -328,7 +328,7 @@ async def test_a_state_counts_the_delivered_samples() -> None:
     stream = numbers(1000)
     assert aiter(stream).state_dict()["position"] == 0
     _, state = await read(stream, 300)
-    # What was read ahead of the position is read again.
+    # Samples that were read ahead are read again.
     place = state["streams"]["0"]["state"]
     assert place["read"] + place["taken"] == 300
     assert {key: value for key, value in state.items() if key != "checksum"} == {

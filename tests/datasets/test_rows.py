@@ -22,7 +22,7 @@ from aioloader._transport.slots import SlotPool
 from aioloader.datasets._arrow.rows import Rows
 from datasets.tables import assert_same, every_type, expected, plain, rows_of
 
-# Before 20, only of numpy's own numbers.
+# Before 20, pyarrow makes them only of numpy's numbers.
 HALVES = [pa.float16()] if int(pa.__version__.split(".")[0]) >= 20 else []
 WIDTHS = [
     *("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),

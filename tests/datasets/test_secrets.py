@@ -68,7 +68,7 @@ def client(**options: Any) -> dict[str, Any]:
 
 
 MINE, BEARER = {"X-Mine": MARKER}, {"authorization": f"Bearer {MARKER}"}
-# Store, options, and how a pickle that is refused names the secret.
+# A store, its options, and the secret's name in the error of a refused pickle.
 OPTIONS: list[tuple[str, dict[str, Any], str]] = [
     ("s3://b", {"aws_access_key_id": "me", "aws_secret_access_key": MARKER}, "aws_s"),
     ("s3://b", {"config": S3_KEYS}, "config.access_key_id"),
@@ -254,7 +254,7 @@ DATABASE = f"postgresql://me:{MARKER}@host/db"
         (DATABASE, {"columns": "id"}),
         (DATABASE, {"key": 7}),
         (DATABASE, {"numeric": "complex"}),
-        # What cannot be parsed may hold a password anywhere.
+        # A URL that cannot be parsed may have a password anywhere.
         (f"postgresql://me:{MARKER}/x@host/db", {}),
         (f"postgresql://me:x/{MARKER}@host/db", {}),
         (f"postgresql://me:{MARKER}?x=1@host/db", {}),

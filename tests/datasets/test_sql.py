@@ -24,7 +24,7 @@ from datasets.pg import Database, keys_of, listed, opened, parts_of, rest_of, ro
 from datasets.shards import read, source_state
 from python_process import python
 
-# By what row n has for a key; PostgreSQL's type; whether SQLite can have it.
+# The key of row n, its PostgreSQL type, and whether SQLite can have it.
 KEYS = {
     "dense": ("n", "int8", True),
     "from below zero": ("n * 3 - 1500", "int8", True),
@@ -300,7 +300,7 @@ async def test_ranks_resume_with_their_own_ranges(database: Database) -> None:
     now = await written(database)
     rest: list[int] = []
     for rank, state in enumerate(states):
-        # Whatever the ranges would be now.
+        # The table would be cut into other ranges now.
         part = stream_of(database, interleave=4, shuffle=True).shard(rank, 3)
         rest += (await keys(part, state=state))[0]
     assert source_state(states[0])["shards"]["cuts"] == bounds
@@ -477,7 +477,7 @@ async def test_large_rows_are_bounded_by_their_bytes(
     made = SQLFormat(database.url, query, key="id", partitions=1, parameters=parameters)
     async with opened(made, BUDGET) as (reader,):
         check_held(await batches(reader))
-    # A range starts with one row: its own rows say how large they are.
+    # A range starts with one row, to learn the size of its rows.
     if database.kind == "sqlite" and not has_parameters:
         database.run("DROP TABLE t")
         fill(database, small=2000)

@@ -56,14 +56,16 @@ def guest(postgresql: Database, monkeypatch: pytest.MonkeyPatch) -> tuple[str, s
 
 @pytest.mark.slow
 @WAYS
-@pytest.mark.filterwarnings("ignore:password file")  # asyncpg tells of its rights
+@pytest.mark.filterwarnings(
+    "ignore:password file"
+)  # asyncpg warns about its permissions
 @pytest.mark.parametrize(
     ("password", "line", "mode", "words"),
     [
         (f":{PASSWORD}x", "", 0o600, "password authentication failed for user"),
         (f":{PASSWORD}", "", 0o600, "permission denied for schema"),
         ("", "", 0o600, "password.*; check the user, PGPASSWORD or PGPASSFILE, and gr"),
-        # The drivers read a file; one that others may read is passed over.
+        # The drivers read a password file, unless other users may read it, too.
         ("", "*:5432:postgres:guest:{}", 0o600, "permission denied"),
         ("", "*:*:*:guest:{}", 0o644, "password"),
         ("", "*:*:other:guest:{}", 0o600, "password"),

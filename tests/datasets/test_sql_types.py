@@ -29,10 +29,10 @@ from datasets.pg import (
     rows_of,
 )
 
-# Loaded before a loop runs: Arrow would read a file when the first time is shown.
+# Loaded before a loop runs: Arrow reads a file when it first shows a time.
 UTC = zoneinfo.ZoneInfo("UTC")
 UUID = uuid.UUID("12345678-1234-1234-1234-123456789abc")
-# PostgreSQL's type, a literal, and what is read.
+# A type of PostgreSQL, a literal, and the value that is read.
 TYPES: dict[str, tuple[str, Any]] = {
     "int2": ("-3", np.int16(-3)),
     "int4": ("70000", np.int32(70000)),
@@ -175,7 +175,7 @@ async def test_sqlite_types_are_read(sqlite: Database) -> None:
 @pytest.mark.parametrize(
     ("kind", "early", "late", "result"),
     [
-        # The driver takes them for integers; it is told better, and nothing is lost.
+        # The driver takes them for integers; the type is corrected later.
         ("REAL", "NULL", "0.5", 0.5),
         ("TEXT", "NULL", "'x'", "x"),
         ("BLOB", "NULL", "x'01'", b"\1"),
@@ -252,21 +252,21 @@ async def test_blobs_may_be_keys_of_sqlite(sqlite: Database) -> None:
 
 NULL_KEY = r"table 't' of .*: key 'id' is NULL in some"
 NO_KEYS = [
-    # Such rows would be in no range.
+    # Rows with a NULL would be in no range.
     ("sqlite", "INTEGER UNIQUE", "(1), (NULL)", NULL_KEY),
     ("postgresql", "INTEGER UNIQUE", "(1), (NULL)", NULL_KEY),
     *(
         ("postgresql", kind, "(NULL)", "cannot be a key; use bpchar, bytea, date")
         for kind in ("float8", "numeric", "json", "bool", "int4[]")
     ),
-    # A driver takes it for some day, out of order.
+    # A driver reads it as some day, which is out of order.
     ("postgresql", "date", "('2020-01-01'), ('infinity')", "is infinite in some rows"),
-    # SQLite sorts them by type first, and they could not be told apart in Arrow.
+    # SQLite sorts mixed types by type first, and Arrow cannot hold them.
     *(
         ("sqlite", "UNIQUE", values, "must be integer, all text or all blob")
         for values in ("(1), ('x')", "(1.5), (2)", "('a'), (x'00')", "(1), (2.5), (3)")
     ),
-    # Numbers are sorted as one: it is found when it is read.
+    # Mixed numbers have one order: the error comes when the value is read.
     ("sqlite", "UNIQUE", "(1), (1.5), (2)", "column 'id' is int64 .* and double later"),
 ]
 
@@ -335,7 +335,7 @@ async def test_keys_may_have_a_postgresql_collation(postgresql: Database) -> Non
 
 # -- postgreSQL's exact numbers and infinite dates ------------------------------------
 
-# More digits than a float has; NaN, which Arrow's decimals have not.
+# More digits than floats have, and NaN, which Arrow's decimals lack.
 EXACT = ["12345678901234567890.123456789", "0.1", "NaN", "9007199254740993", "1e-40"]
 INFINITE = [
     ("date", "'infinity'"),
@@ -441,7 +441,7 @@ async def test_only_the_row_with_an_infinite_date_fails(postgresql: Database) ->
     assert sorted(ids) == [0, 1, 2, 3, 4, 6, 7, 8, 9]
 
 
-# Of a column, its type and a value.
+# The type of a column, and a value.
 NESTED = {
     "visit": "'(infinity,1)'",
     "visit[]": "'{\"(infinity,1)\"}'",

@@ -240,8 +240,8 @@ async def test_no_sample_waits_for_the_next_one() -> None:
 
 # -- shards that can be read when a state is saved, or loaded, and not both ------------
 
-# A step that had read ahead counts from where it began, and a shard that cannot be read
-# is one failed sample there: to count over it would lose samples, or double them.
+# A step that has read ahead counts samples from its start, and an unreadable shard is
+# one failed sample there: skipping the same count would lose or repeat samples.
 
 GOOD = {f"{shard}-{place}" for shard in (0, 1, 3, 4) for place in range(5)}
 LOST = {f"2-{place}" for place in range(5)}
@@ -385,7 +385,9 @@ async def test_skip_reports_each_lost_shard(limit: int, tmp_path: Path) -> None:
         return sample if type(sample) is str else "lost"
 
     whole, _ = await shards.pulled(stream.shard(0, 1), [limit], show=show)
-    assert whole == ["lost"] * 3 + ["4-4"]  # nine samples of the others are dropped
+    assert whole == ["lost"] * 3 + [
+        "4-4"
+    ]  # nine samples of the remaining shards are skipped
     for count in range(len(whole) + 1):
         part = stream.shard(0, 1)
         head, state = await shards.pulled(part, [limit], count, show=show)

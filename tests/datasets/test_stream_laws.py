@@ -34,7 +34,7 @@ from datasets.shards import (
 from datasets.test_places import QUICK, shards
 from object_server import Faults, ObjectServer
 
-# For all: a server is no leak of the test that is its first.
+# For all tests, so that none seems to leak the server.
 pytestmark = pytest.mark.usefixtures("server")
 MAKES = pytest.mark.parametrize(
     "make", [*EVERY, *MORE_TABLES], ids=lambda make: make.__name__
@@ -294,7 +294,7 @@ async def test_cancelled_reads_of_files_lose_nothing(
     make: Make, steps: Any, tmp_path: Path
 ) -> None:
     stream = make(tmp_path, interleave=3)
-    # A range of rows opens a file again: not at each await.
+    # Not at each await of SQLite, where each range opens the file again.
     await check_cancelling(lambda: steps(stream), every=3 if make is sqlite else 1)
 
 

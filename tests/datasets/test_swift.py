@@ -28,7 +28,7 @@ ACCESS_KEY, STRANGER = "test:owner", "test:stranger"
 SECRET = "MARKER7secret"
 REGION = "us-east-1"
 BUCKET = "bucket"
-# Less than there are objects: a listing takes several pages.
+# Fewer than there are objects, so that a listing takes several pages.
 PAGE = 5
 
 
@@ -44,7 +44,7 @@ class Swift:
             [sys.executable, "-P", script, self._folder, REGION, str(PAGE), *users],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            start_new_session=True,  # a signal for the tests is not for it
+            start_new_session=True,  # it must not get signals for the tests
         )
         assert self._process.stdout is not None
         with self._process.stdout as said:
@@ -71,7 +71,7 @@ class Swift:
 
     def close(self) -> None:
         self._process.communicate()
-        shutil.rmtree(self._folder, ignore_errors=True)  # of one that did not start
+        shutil.rmtree(self._folder, ignore_errors=True)  # if it did not start
 
 
 @pytest.fixture(scope="session")
@@ -141,7 +141,7 @@ async def test_refused_requests_show_no_secret(
     assert f"{bucket}/{place}" in str(error)
     assert error.attempts == 1
     said = everything_said(error)
-    # Nor what the server tells: who asked, what was to be signed, and the signature.
+    # Nor the server's details: the user, the string to sign, and the signature.
     for word in (SECRET, "test:", "StringToSign", "SignatureProvided"):
         assert word not in said
 

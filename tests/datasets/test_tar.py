@@ -36,7 +36,7 @@ from datasets.tar_archives import (
 )
 
 LONG = "folder/" * 13 + "with.dots/" * 5 + "k" * 60
-# Pieces that hold all, and such that hold no member.
+# Pieces larger than the archive, and pieces smaller than a member.
 PIECES = pytest.mark.parametrize("sizes", [[1 << 20], [100]])
 
 
@@ -145,7 +145,9 @@ def test_samples_over_the_limit_fail(sizes: list[int]) -> None:
     assert "sample 'c'" in str(many.error)
     assert "member 'c.y' has 401 bytes" in str(many.error)
     offset = walked(data, sizes, [1], max_sample_bytes=1000)[1][1]
-    assert walk(data, start=offset)[0]["x"] == b"c" * 600  # and nothing of what failed
+    assert (
+        walk(data, start=offset)[0]["x"] == b"c" * 600
+    )  # and no member of a failed sample
 
 
 @pytest.mark.parametrize("name", [b"a.x", b"a.y", b"README"])
@@ -334,7 +336,7 @@ def test_other_files_are_no_tar_archives() -> None:
     assert "is it a tar archive, and not compressed?" in text
     assert isinstance(short := the_error(b"short"), TruncatedReadError)
     assert "its first header (is it a tar archive, and not compressed?)" in str(short)
-    # Nothing after it is read, be it sound.
+    # Nothing after the damage is read.
     data = b"\xff" * 512 + member(b"a.x", b"1") + ZEROS
     assert [len(walk(data, [size])) for size in (1 << 20, 600)] == [1, 1]
 

@@ -161,7 +161,7 @@ def test_the_written_index_is_megatrons(tmp_path: Path) -> None:
     assert (tmp_path / "x.idx").read_bytes() == index_of([2, 0, 1, 3], range(5), 4)
     tokens = np.fromfile(tmp_path / "x.bin", "<i4")
     assert tokens.tolist() == [5, 6, 7, 8, 9, 10]
-    # The token that ends documents decides, where it is given.
+    # An ``eos`` that is given decides where documents end.
     labels = TokenDataset(tmp_path / "x", 5, eos=8)[0]["labels"]
     assert labels.tolist() == [6, 7, 8, -100, 10]
 
@@ -204,7 +204,7 @@ def test_a_dataset_is_indexed_like_a_list(path: Path) -> None:
     for index in (count, -count - 1):
         with pytest.raises(IndexError, match=f"index {index} is out of range for"):
             dataset[index]
-    # Its own arrays, though the file is mapped.
+    # Samples are copies, although the file is mapped.
     dataset[0]["input_ids"][:] = 0
     assert lists(dataset[0])[0][0] == 1
 
@@ -593,7 +593,7 @@ def test_tokenize_writes_texts_of_each_kind(
     assert capsys.readouterr().out == f"{said}\n"
     assert main(command) == 0
     assert f"{said} ({len(TEXTS)} documents already written)" in capsys.readouterr().out
-    # Shards of the same names in another folder, and one more, are other texts.
+    # Shards of the same names elsewhere, or an added shard, are other texts.
     (tmp_path / "other").mkdir()
     command[1] = shards(tmp_path / "other", kind)[0]
     assert main(command) == 1

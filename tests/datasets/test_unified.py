@@ -68,7 +68,7 @@ async def test_compatible_types_are_unified(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("columns", "words"), [
-    # Also where Arrow would make other values: floats of numbers, bytes of text.
+    # Also where Arrow would convert values: numbers to floats, text to bytes.
     *(
         ([pa.array([0.5]), pa.array(values)],
          "'n' of '.*b.parquet' is of .*, and it is double in '.*a.parquet'; .*sch")
@@ -76,10 +76,10 @@ async def test_compatible_types_are_unified(tmp_path: Path) -> None:
     ),
     ([pa.array(["a"]), pa.array([b"a"])],
      "'n' of '.*b.parquet' is of .*, and it is string in '.*a.parquet'; .*sch"),
-    # The file that set the type is not the first one, whose column is all NULL.
+    # The second file sets the type: the column of the first is all NULL.
     ([pa.nulls(1), pa.array([1]), pa.array(["x"])],
      "c.parquet' is of type string, and it is int64 in '.*b.parquet'"),
-    # 2**53 + 1 is no float.
+    # No float has the value 2**53 + 1.
     ([pa.array([0.5]), pa.array([2**53 + 1])],
      "'n' of '.*b.parquet' is of .* int64 and has values that do not fit double.*sch"),
 ], ids=lambda x: x if isinstance(x, str) else str(x[-1].type))  # fmt: skip

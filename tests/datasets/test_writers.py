@@ -71,7 +71,7 @@ async def test_written_shards_are_read_and_continued(
     kind: str,
     tmp_path: Path,
     request: pytest.FixtureRequest,
-    s3_port: int,  # the server is no leak of the test that is its first
+    s3_port: int,  # so that no test seems to leak the server
 ) -> None:
     destination: Any = {"folder": tmp_path / "new", "memory": MemoryStore()}.get(kind)
     if kind == "plain":  # it has no conditional writes
@@ -325,7 +325,7 @@ async def test_writers_share_a_folder_under_different_names(
         for name in ("train", "train-1-000000.tar"):
             async with TarWriter(tmp_path, name) as writer:
                 await writer.write({"cls": 1})
-        entries = [*os.scandir(tmp_path)]  # with one that is renamed
+        entries = [*os.scandir(tmp_path)]  # including a temporary file
     for name in ("train-1", "train"):
         async with TarWriter(tmp_path, name) as writer:
             assert writer.next_sample == 1
@@ -394,7 +394,7 @@ async def test_one_of_two_racing_writers_wins(
 
     async def both_have_seen(sink: Any, file: str) -> Any:
         seen = await version(sink, file)
-        # One after the other: the test's server compares and writes in two steps.
+        # One after another: the test's server compares and writes in two steps.
         if await barrier.wait():
             await is_one_over.wait()
         return seen
@@ -613,7 +613,7 @@ def seen(kind: str, folder: Path) -> list[str]:
 @pytest.mark.parametrize(
     "numbers",
     [
-        # Of the beginning, of one shard, and one after the end.
+        # Operations at the beginning, of one shard, and after the end.
         pytest.param([2, 3, 4, 5, 6, 7, 8, 11, 15, 16, 24], id="some"),
         pytest.param(range(26), marks=pytest.mark.fuzz, id="all"),
     ],

@@ -76,7 +76,7 @@ WRONG = {
         for filters in ([], "'n > 1'", [("n", ">")], [("n", "~", 1)])
     },
     "ArrowDataset('a', nulls=3)": "TypeError: nulls must be a dict of .*, got int",
-    # A state would name another order of a set in each process.
+    # A set has another order in each process, so a state could not name it.
     "CSVDataset('a', {'a', 'b'})": "TypeError: columns must be a list of names, got",
     "CSVDataset('a', null_values={'-'})": "TypeError: null_values must be a list, got",
     "TarDataset('htps://h/a.tar')": (
@@ -240,8 +240,8 @@ WRONG = {
     "pad_collate(multiple=0)": "ValueError: multiple must be at least 1, got 0",
     "progress([1])": "TypeError: progress needs an aioloader.DataLoader, got ",
     "iter(from_iterable([]))": "TypeError: .*not iterable",
-    # Unknown options, of whatever is made and by whichever constructor; the nearest of
-    # its own and of those it shares.
+    # Unknown options of all constructors, with the nearest of their own and shared
+    # options.
     "ByteStream('a', one_by_one)": "TypeError: make must be a plain generator func",
     "ByteStream('a', len, shufle=1)": "TypeError: ByteStream.*did you mean 'shuffle'",
     "CSVDataset('a', delimeter=';')": "TypeError: CSVDataset.*did you mean 'delimiter'",
