@@ -292,7 +292,7 @@ def test_another_thread_begins_while_an_epoch_is_numbered() -> None:
     loader = DataLoader(Numbers(4), sampler=ShuffledIndices(4))
     one, two = iter(loader), iter(loader)
     other, act = elsewhere(partial(next, two))
-    steps(one, [], Interrupter(0, "call", of="EpochNumbers.upcoming", act=act))
+    steps(one, [], Interrupter(0, "call", of="EpochNumbers.next_order_epoch", act=act))
     other.join()
     assert [it.counters and it.counters.epoch for it in (one, two)] == [0, 1]
 

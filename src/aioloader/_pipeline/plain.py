@@ -60,7 +60,7 @@ class Feed(abc.ABC):
         self._progress = epoch.progress
         self._requests: Iterator[IndexBatch] = epoch.requests(as_lists=self._as_lists)
         self._lock = fork_safe(threading.RLock())
-        self._next = epoch.bookmark.done  # the number of the next request
+        self._next = epoch.start.done  # the number of the next request
         self._turn = 0.0  # when other tasks of the consumer's loop last had a turn
         self._drawing: Future[list[IndexBatch]] | None = None  # what a thread draws
         # Of streams: batches that are not delivered again, the order of their readers.
