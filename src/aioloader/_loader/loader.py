@@ -153,7 +153,7 @@ class DataLoader(TorchLoader[Batch]):
             largest recent batch; one batch is always requested.
 
     Raises:
-        ValueError: If arguments exclude each other, in torch's words.
+        ValueError: If a value is invalid, or arguments exclude each other.
         TypeError: If an argument is of the wrong type.
     """
 

@@ -118,7 +118,7 @@ class Runtime:
         if isinstance(pipe, IterDataPipe):
             seed_pipe(pipe, generator)
         is_kept = options.persistent_workers and self.has_kept()
-        if self._base_seed is None or not is_kept:  # as in torch
+        if self._base_seed is None or not is_kept:  # persistent workers keep theirs
             self._base_seed = draw_base_seed(generator)
             if options.num_workers:  # with workers torch calls iter(sampler) twice
                 order = options.order_of(None)

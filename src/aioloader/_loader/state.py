@@ -342,7 +342,7 @@ def record_first_states(
         copies = options.num_workers if options.has_copies else 1
         first = dict.fromkeys(range(copies), saved_state(options.dataset)) | first
     for worker, state in first.items():
-        epoch.progress.leave(worker, state)
+        epoch.progress.note_dataset(worker, state)
 
 
 def stream_start(

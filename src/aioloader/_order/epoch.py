@@ -147,7 +147,7 @@ class Progress:
             self._ended[reader] = min(number, self._ended.get(reader, number))
             self._advance()
 
-    def leave(self, worker: int, state: Any) -> None:
+    def note_dataset(self, worker: int, state: Any) -> None:
         """Note the state of a worker's dataset after a delivered batch."""
         self._datasets[worker] = state
 
@@ -234,7 +234,7 @@ class Epoch:
         if readers > 1 and not in_order:
             self.turns = ReaderTurns(readers, start.done)
 
-    def judge(self) -> None:
+    def check_failures(self) -> None:
         """At the end of the epoch, raise (once) if too many samples failed."""
         if self.progress.is_over and self.policy is not None:
             self.policy.end()
@@ -267,8 +267,8 @@ class Epoch:
             else:
                 yield batch
 
-    def draws_long(self, number: int) -> bool:
-        return self.order.draws_long(number, self.start.done)
+    def draws_slowly(self, number: int) -> bool:
+        return self.order.draws_slowly(number, self.start.done)
 
 
 class EpochNumbers:

@@ -69,7 +69,7 @@ class Order:
         ``epoch`` is the epoch of a ``KeyedOrder``; None: its current one.
         """
 
-    def draws_long(self, _number: int, _start: int, /) -> bool:
+    def draws_slowly(self, _number: int, _start: int, /) -> bool:
         """Tell whether drawing request ``number`` may take milliseconds."""
         return False
 
@@ -124,7 +124,7 @@ class IndexOrder(Order):
             if epoch is not None:
                 self._seekable.set_epoch(epoch)
 
-    def draws_long(self, number: int, start: int, /) -> bool:
+    def draws_slowly(self, number: int, start: int, /) -> bool:
         """Tell whether a long permutation is drawn: at the first batch, or the end."""
         if self.draws is None or len(self.sampler) <= _QUICK_LENGTH:
             return False

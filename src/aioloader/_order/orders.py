@@ -125,7 +125,7 @@ class IteratedOrder(Order):
                     self.sampler.set_epoch(epoch)
         self._draws.prepare()
 
-    def draws_long(self, _number: int, _start: int, /) -> bool:
+    def draws_slowly(self, _number: int, _start: int, /) -> bool:
         return type(self.sampler) not in {list, tuple, range}
 
     def batches(
