@@ -52,5 +52,5 @@ if __name__ == "__main__":
     try:
         train()
     finally:
-        gc.collect()  # the model is in reference cycles, which keep the group's threads
+        gc.collect()  # the model's reference cycles keep the group's threads alive
         dist.destroy_process_group()

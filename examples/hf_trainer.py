@@ -1,4 +1,4 @@
-"""Train with transformers' Trainer, which reads files by this loader; stop and resume.
+"""Train with transformers' Trainer and this loader, which reads files; stop and resume.
 
 Run it with ``python examples/hf_trainer.py``. It needs ``transformers`` and the extra
 ``accelerate``. The model is made from a config: nothing is downloaded.
@@ -18,13 +18,13 @@ LENGTH, STEPS = 128, 44
 
 
 def tokenize(data: bytes) -> dict[str, torch.Tensor]:
-    """Return the first tokens of a file: here, its bytes."""
+    """Return the first tokens of a file; here, each byte is a token."""
     tokens = torch.tensor([*data[:LENGTH].ljust(LENGTH)])
     return {"input_ids": tokens, "labels": tokens}
 
 
 class AsyncTrainer(TrainerMixin, Trainer):
-    """The Trainer, with arguments of this loader that it does not know."""
+    """The Trainer, with loader arguments that transformers does not know."""
 
     loader_options = {"transform": tokenize, "concurrency": 64}  # noqa: RUF012
 

@@ -3,8 +3,8 @@
 Run it with ``python examples/huggingface_stream.py``, which writes scanned digits as
 Parquet first. It needs ``datasets`` and ``scikit-learn``.
 
-``from_iterable`` calls the dataset's ``set_epoch`` with the number of each epoch. When
-resumed, it reads the epoch's earlier samples again: the shuffle buffer is the same.
+``from_iterable`` calls the dataset's ``set_epoch`` with the number of each epoch. On
+resume, it reads the epoch's earlier samples again, to refill the shuffle buffer.
 """
 
 import tempfile
@@ -21,7 +21,7 @@ from datasets import Dataset, disable_progress_bars, load_dataset
 
 
 def noisy(row: dict[str, Any]) -> tuple[torch.Tensor, int]:
-    """Make tensors of a row, and add noise, in a worker process."""
+    """Convert a row to tensors, and add noise; runs in a worker process."""
     pixels = torch.tensor(row["pixels"]) / 16
     return pixels + torch.randn(64) / 10, row["label"]
 

@@ -1,4 +1,4 @@
-"""Train on a folder of images for each class, decoded in worker processes.
+"""Train on images in a folder per class, decoded in worker processes.
 
 Run it with ``python examples/image_folder.py``, which writes the images first.
 """

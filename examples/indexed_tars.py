@@ -1,4 +1,4 @@
-"""Shuffle tars in a bucket exactly: by single requests, and by blocks of neighbors.
+"""Shuffle tars in a bucket exactly, with single requests and with blocks of neighbors.
 
 Run it with ``python examples/indexed_tars.py``, which serves a bucket with seven tars.
 """
@@ -52,10 +52,10 @@ def make_loader(shards: IndexedDataset, **order: Any) -> DataLoader[Any]:
 
 
 async def main() -> None:
-    """Index the tars, and train: all shuffled, by blocks, and resumed."""
+    """Index the tars, and train: with a full shuffle, with blocks, and resumed."""
     await write_digits("s3://digits")
     tars = TarDataset("s3://digits/train-*.tar")
-    # TarWriter has written an index next to each tar; a pack is one for all of them.
+    # TarWriter has written an index next to each tar; a pack is one index for all.
     await (await IndexedDataset.discover(tars)).save(PACK)
     shards = await IndexedDataset.discover(tars, pack=PACK)
     training = Training()

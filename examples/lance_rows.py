@@ -1,4 +1,4 @@
-"""Rows of a Lance table as samples: a whole batch by one call, in a thread.
+"""Read rows of a Lance table: a whole batch with one call, in a thread.
 
 Run it with ``python examples/lance_rows.py``, which writes the table first.
 """
@@ -15,7 +15,7 @@ from aioloader import DataLoader
 
 
 class LanceDataset:
-    """Map-style: ``__getitems__`` takes the rows of a batch at once."""
+    """Map-style; ``__getitems__`` reads the rows of a batch at once."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -38,7 +38,7 @@ class LanceDataset:
         return rows
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_table": None}  # a worker opens it again
+        return {**self.__dict__, "_table": None}  # each worker opens its own
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ from aioloader import DataLoader, ShuffledIndices
 
 
 def noisy(scan: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Add noise, in a worker process."""
+    """Add noise; runs in a worker process."""
     return scan[0].float() / 16 + torch.randn(64) / 10, scan[1]
 
 

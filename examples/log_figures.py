@@ -26,7 +26,7 @@ class Remote:
 
 
 def figures(stats: LoaderStats, began: float) -> dict[str, float]:
-    """Return the metrics worth a curve; ``stats`` has more."""
+    """Return the metrics worth plotting; ``stats`` has more."""
     seconds = time.perf_counter() - began
     return {
         "loader/wait_share": stats.waited / seconds,
@@ -50,7 +50,7 @@ def train(log: Log) -> None:
 
 
 def log_to_terminal(values: dict[str, float], step: int) -> None:
-    # Weights & Biases takes them at once:  wandb.log(values, step=step)
+    # Weights & Biases takes them together:  wandb.log(values, step=step)
     # TensorBoard one by one:  writer.add_scalar(name, value, step)
     said = ", ".join(f"{name} {value:.3g}" for name, value in values.items())
     print(f"step {step}: {said}")

@@ -1,6 +1,6 @@
-"""An S3 bucket on loopback, served by moto: for examples that need a store.
+"""Serve an S3 bucket on loopback with moto, for examples that need a store.
 
-It is not run by itself: ``stream_tar.py`` and ``train_tar_s3.py`` use ``bucket``.
+It is not run by itself: other examples import ``bucket``.
 """
 
 import logging
@@ -37,6 +37,6 @@ def bucket(name: str) -> Iterator[str]:
 
 
 def create(endpoint: str, name: str) -> None:
-    """Create a bucket: a PUT of its name, which moto accepts unsigned."""
+    """Create a bucket with a PUT, which moto accepts unsigned."""
     with urlopen(Request(f"{endpoint}/{name}", method="PUT")):
         pass

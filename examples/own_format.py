@@ -15,7 +15,7 @@ from aioloader.datasets import ByteStream, ShardFile
 
 
 def records(file: ShardFile) -> Iterator[bytes]:
-    """Yield records, each of which follows its length; starts at one of them."""
+    """Yield records, each preceded by its length; the file may start at any record."""
     while file.peek(1):
         (length,) = struct.unpack("<I", file.readexactly(4))
         yield file.readexactly(length)

@@ -19,7 +19,7 @@ from aioloader.datasets import TarDataset
 
 
 def pack(pictures: Path, shards: Path) -> None:
-    """Run the command; run again, it resumes after the last whole shard."""
+    """Run the command; a second run resumes after the last complete shard."""
     command = [sys.executable, "-m", "aioloader", "pack", str(pictures), str(shards)]
     options = ["--class-folders", "--shuffle", "0", "--shard-size", "512KB"]
     subprocess.run([*command, *options], check=True)

@@ -30,7 +30,7 @@ class Model(nn.Module):
         self.scores = nn.Linear(WIDTH, VOCAB)
 
     def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        document = (batch["position_ids"] == 0).cumsum(1)  # each starts at 0
+        document = (batch["position_ids"] == 0).cumsum(1)  # each document starts at 0
         visible = (document[:, :, None] == document[:, None]).tril()
         embedded = self.tokens(batch["input_ids"]) + self.places(batch["position_ids"])
         return self.scores(self.layer(embedded, ~visible)).mT  # type: ignore[no-any-return]

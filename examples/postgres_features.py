@@ -30,7 +30,7 @@ DAYS, TAGS = 7, ["new", "red", "sale"]
 
 
 def features(row: dict[str, Any]) -> dict[str, Any]:
-    """Make tensors of one row: prices of any length, tags as zeros and ones."""
+    """Convert one row to tensors: padded prices, tags as zeros and ones."""
     prices = torch.as_tensor(row["prices"])
     details = json.loads(row["details"])
     return {

@@ -67,7 +67,7 @@ def train(folder: Path, rank: int, ranks: int) -> None:
 if __name__ == "__main__" and sys.argv[1:]:
     dist.init_process_group()
     train(Path(sys.argv[1]), dist.get_rank(), dist.get_world_size())
-    gc.collect()  # the model is in reference cycles, which keep the group's threads
+    gc.collect()  # the model's reference cycles keep the group's threads alive
     dist.destroy_process_group()
 elif __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:

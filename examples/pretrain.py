@@ -1,4 +1,4 @@
-"""Pretrain a small transformer; kill it, and continue on other ranks, to the bit.
+"""Pretrain a small transformer; kill it, and resume bit-identically on other ranks.
 
 Run it with ``torchrun --nproc-per-node 2 examples/pretrain.py RUN.pt``, kill it, and
 continue with ``--nproc-per-node 1``.
@@ -25,7 +25,7 @@ WEIGHTS = {"asyncio": 0.5, "email": 0.3, "json": 0.2}
 
 
 def stream(tokenizer: Tokenizer) -> Any:
-    """Return three packages' sources, shuffled, tokenised, packed and mixed."""
+    """Return three packages' sources, shuffled, tokenized, packed and mixed."""
 
     def packed(package: str) -> Any:
         files = from_dataset(FileDataset(f"{TEXTS}/{package}/*.py"), shuffle=True)
@@ -71,7 +71,7 @@ def train(path: Path, rank: int, ranks: int) -> None:
         for part, state in zip((model, adam, loader), saved, strict=True):
             part.load_state_dict(state)
     for batch in loader:
-        # Parts of the global batch are summed: on one rank as on two, to the bit.
+        # Sum parts of the global batch, so that one and two ranks agree to the bit.
         adam.zero_grad()
         total = torch.zeros(())
         for part in range(PARTS // ranks):
@@ -101,5 +101,5 @@ if __name__ == "__main__":
     try:
         train(Path(sys.argv[1]), dist.get_rank(), dist.get_world_size())
     finally:
-        gc.collect()  # the model is in reference cycles, which keep the group's threads
+        gc.collect()  # the model's reference cycles keep the group's threads alive
         dist.destroy_process_group()

@@ -1,7 +1,7 @@
 """Augment scanned digits on Ray actors: the same batches as without workers.
 
 Run it with ``python examples/ray_workers.py``, which starts a cluster on this machine,
-or with the address of one (``auto`` on one of its nodes).
+or with the address of a cluster (``auto`` on one of its nodes).
 """
 
 import sys
@@ -32,7 +32,7 @@ class Digits:
 
 
 def epochs(count: int, **options: Any) -> list[torch.Tensor]:
-    """Return all images of some epochs, and print who made them."""
+    """Return all images of some epochs, and print which workers made them."""
     found = []
     generator = torch.Generator().manual_seed(0)
     loader: Any = DataLoader(

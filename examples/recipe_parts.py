@@ -1,6 +1,6 @@
-"""What the recipes for several ranks share: shards of digits, a model, and torchrun.
+"""Parts that several recipes share: shards of digits, a model, and torchrun.
 
-It is not run by itself: ``train_tar_s3.py`` and ``preempt.py`` use it.
+It is not run by itself: other examples import it.
 """
 
 import os
@@ -46,7 +46,7 @@ def small_resnet() -> nn.Module:
 
 
 def torchrun(ranks: int, *command: str, terminate_after: str = "") -> None:
-    """Run a script on several ranks, and terminate it after a line, if given."""
+    """Run a script on several ranks; terminate it after it prints a line, if given."""
     options = "--standalone", f"--nproc-per-node={ranks}"
     with subprocess.Popen(
         [sys.executable, "-m", "torch.distributed.run", *options, *command],

@@ -1,4 +1,4 @@
-"""Kill a training in mid-epoch and continue it: its losses are as if never killed.
+"""Kill a training run in mid-epoch and resume it: the losses are as if never killed.
 
 Run it with ``python examples/resume.py``, which starts and kills the training itself.
 """
@@ -17,12 +17,12 @@ from aioloader import DataLoader
 
 
 def noisy(scan: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Add noise, in a worker process."""
+    """Add noise; runs in a worker process."""
     return scan[0].float() / 16 + torch.randn(64) / 10, scan[1]
 
 
 def train(path: Path) -> None:
-    """Train from where ``path`` was saved; print the number of each step."""
+    """Train from the checkpoint, if there is one; print the number of each step."""
     torch.manual_seed(0)
     scans = TensorDataset(*map(torch.from_numpy, load_digits(return_X_y=True)))
     draws = torch.Generator()  # saved with the loader, so later epochs agree too

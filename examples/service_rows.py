@@ -1,4 +1,4 @@
-"""Stream rows inside an async service, through the pool that it already has.
+"""Stream rows inside an async service, through its own connection pool.
 
 Run it with ``python examples/service_rows.py postgresql://user@host/name``.
 """
@@ -28,7 +28,7 @@ async def mean_score(pool: asyncpg.Pool, table: str = "scores") -> float:
 
 
 async def serve(url: str) -> None:
-    """Do what a service does at a request, and keep answering in the meantime."""
+    """Compute the mean as for a request, and answer other requests meanwhile."""
     async with asyncpg.create_pool(url, min_size=2) as pool:
         await pool.execute(
             "CREATE TABLE IF NOT EXISTS scores (id INT PRIMARY KEY, score FLOAT8)"

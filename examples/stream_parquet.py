@@ -1,4 +1,4 @@
-"""Train from Parquet: columns become tensors, and no row is ever made in Python.
+"""Train from Parquet: columns become tensors, without creating rows in Python.
 
 Run it with ``python examples/stream_parquet.py``, which writes the files first.
 """

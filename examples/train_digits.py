@@ -43,7 +43,7 @@ def decode(sample: dict[str, Any]) -> tuple[torch.Tensor, int]:
 
 
 async def make_loader(url: str, split: str, **options: Any) -> DataLoader[Any]:
-    """Return batches of one split: the objects, and the labels in their names."""
+    """Return a loader of one split: the objects, with the labels from their names."""
     objects = await ObjectDataset.discover(url, prefix=split)
     labels = [int(key[-5]) for key in objects.keys]
     dataset = StackDataset(png=objects, label=labels)  # type: ignore[arg-type]

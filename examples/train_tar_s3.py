@@ -1,6 +1,6 @@
 """Train a small ResNet on JPEGs in tar shards on S3, on several ranks; resume it.
 
-``python examples/train_tar_s3.py`` serves a bucket and trains on two ranks. On yours:
+``python examples/train_tar_s3.py`` serves a bucket and trains on two ranks. With yours:
 ``torchrun --nproc-per-node 8 examples/train_tar_s3.py 's3://digits/*.tar' run.pt 500``.
 """
 
@@ -69,7 +69,7 @@ def save(path: Path, step: int, parts: dict[str, Any]) -> None:
 if __name__ == "__main__" and sys.argv[1:]:
     dist.init_process_group()
     train(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))
-    gc.collect()  # the model is in reference cycles, which keep the group's threads
+    gc.collect()  # the model's reference cycles keep the group's threads alive
     dist.destroy_process_group()
 elif __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder, bucket("digits"):

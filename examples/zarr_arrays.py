@@ -1,4 +1,4 @@
-"""Chunks of a zarr array as samples: read by its own asyncio API, many at a time.
+"""Read chunks of a zarr array through zarr's asyncio API, many at a time.
 
 Run it with ``python examples/zarr_arrays.py``, which writes the array first.
 """
@@ -35,7 +35,7 @@ class ZarrDataset:
         return torch.from_numpy(np.asarray(await array.getitem(index)))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_opened": {}}  # a worker opens it again
+        return {**self.__dict__, "_opened": {}}  # each worker opens its own
 
 
 def main() -> None:

@@ -164,7 +164,7 @@ CASES: dict[str, Callable[[], object]] = {
 }
 
 
-# One for each of the runners that ``CONTRIBUTING.md`` follows a batch through.
+# Where batches may be made: see "One iteration" in ``CONTRIBUTING.md``.
 RUNNERS: dict[str, Callable[[], object]] = {
     "the caller's thread": CASES["for"],
     "the caller's thread, with a transform": lambda: first_plain(
@@ -200,10 +200,19 @@ def count(name: str) -> set[CodeType]:
 
 
 def main() -> None:
-    """Print the counts; with ``--list``, the functions."""
+    """Print the counts; or the functions, in order, if one runner is followed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--list", action="store_true", help="print the functions")
-    is_listed = parser.parse_args().list
+    parser.add_argument("--follow", choices=RUNNERS, help="where batches are made")
+    given = parser.parse_args()
+    if given.follow is not None:
+        run = RUNNERS[given.follow]
+        run()  # imports and one-time work
+        for process, names in followed(run, Path(aioloader.__file__).parent).items():
+            where = "this process" if process == os.getpid() else "a worker"
+            print(f"{where}:", *dict.fromkeys(names), sep="\n    ")
+        return
+    is_listed = given.list
     root = Path(torch_data.__file__).parent
     torchs = lambda: first_plain(lambda: torch_data.DataLoader(Plain(), 4))  # noqa: E731
     torchs()

@@ -61,7 +61,7 @@ def prepare(accelerator: Any, *objects: Any) -> Any:
         ValueError: If a loader splits samples between ranks itself, or has a loaded
             state.
     """
-    return accelerator.prepare(*(_prepared(accelerator, one) for one in objects))
+    return accelerator.prepare(*(_prepared(accelerator, part) for part in objects))
 
 
 def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
@@ -151,8 +151,8 @@ class AsyncIterableDatasetShard(theirs.IterableDatasetShard):  # type: ignore[mi
             async for sample in samples:
                 batch.append(sample)
                 if len(batch) == whole:
-                    for one in batch[mine]:
-                        yield one
+                    for kept in batch[mine]:
+                        yield kept
                     first, batch = first or batch, []
         finally:
             if hasattr(samples, "aclose"):
@@ -161,36 +161,36 @@ class AsyncIterableDatasetShard(theirs.IterableDatasetShard):  # type: ignore[mi
             first = first or list(batch)
             while len(batch) < whole:
                 batch += first
-            for one in batch[mine]:
-                yield one
+            for kept in batch[mine]:
+                yield kept
 
 
-def _prepared(accelerator: Any, one: Any) -> Any:
-    if not _is_ours(one) or vars(one).get("_accelerate_prepared"):
-        return one
-    if accelerator.num_processes > 1 and (one.rank is not None or one.world_size):
+def _prepared(accelerator: Any, loader: Any) -> Any:
+    if not _is_ours(loader) or vars(loader).get("_accelerate_prepared"):
+        return loader
+    if accelerator.num_processes > 1 and (loader.rank is not None or loader.world_size):
         raise ValueError(
-            f"rank={one.rank!r} splits the samples between ranks, and accelerate "
+            f"rank={loader.rank!r} splits the samples between ranks, and accelerate "
             f"splits them again between its {accelerator.num_processes} processes: "
             "leave rank= and world_size= out"
         )
-    if one._live.loaded is not None:
+    if loader._live.loaded is not None:
         raise ValueError(
             "the loader has a loaded state, which accelerate's samplers ignore: call "
             "load_state_dict on the loader that prepare returns"
         )
-    prepared = accelerator.prepare_data_loader(_bare(one))
+    prepared = accelerator.prepare_data_loader(_bare(loader))
     prepared._is_accelerate_prepared = True
-    return _with_engine(prepared, type(one), _arguments(one))
+    return _with_engine(prepared, type(loader), _arguments(loader))
 
 
 def _is_ours(loader: Any) -> bool:
-    """Tell whether it is a loader itself, not a wrapper that pretends to be one."""
+    """Tell whether ``loader`` is an aioloader one, and no wrapper that poses as one."""
     return issubclass(type(loader), DataLoader)
 
 
 def _bare(loader: DataLoader[Any]) -> DataLoader[Any]:
-    """Return a copy that torch's class can be built from without side effects."""
+    """Return a copy without workers, from which torch's class can be built safely."""
     bare, torchs = copy.copy(loader), inspect.signature(torch.utils.data.DataLoader)
     for name in _HIDDEN:
         object.__setattr__(bare, name, torchs.parameters[name].default)
@@ -205,7 +205,7 @@ def _arguments(loader: Any) -> dict[str, Any]:
 
 
 def _with_engine(prepared: Any, cls: type, arguments: dict[str, Any]) -> Any:
-    """Replace the loader that accelerate made with one of ``cls``."""
+    """Replace the loader that accelerate made by a loader of ``cls``."""
     engine = _engine(prepared.base_dataloader, cls, arguments)
     prepared.base_dataloader = engine
     prepared.dl_state_dict = engine.state_dict()

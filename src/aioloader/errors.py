@@ -3,7 +3,7 @@
 Every class also derives from the builtin a caller would guess, so that
 ``except RuntimeError`` or ``except FileNotFoundError`` keeps working. A user's own
 exception is never replaced: it keeps its type and gets notes. These types are for
-aioloader's own failures. Each can be made from its message alone, as frameworks do to
+aioloader's own failures. Each can be made from its message alone: frameworks do so to
 raise an error again in another process::
 
     LoaderError
@@ -11,7 +11,7 @@ raise an error again in another process::
     │   ├── DecodeError(ValueError)       bytes that do not match their extension
     │   ├── ObjectNotFoundError(FileNotFoundError)
     │   ├── ObjectPermissionError(PermissionError)
-    │   ├── ShardChangedError             a shard is not as a state was saved with it
+    │   ├── ShardChangedError             a shard differs from the state or the index
     │   └── TruncatedReadError(EOFError)  .expected .received
     ├── WorkerError(RuntimeError)          .worker
     │   ├── WorkerStartError              no worker could be started

@@ -38,10 +38,10 @@ class HasLifespan(abc.ABC):
 
     @abc.abstractmethod
     def lifespan(self) -> AbstractAsyncContextManager[Any]:
-        """Return the context manager that each loop that reads it enters and leaves."""
+        """Return the context manager that each reading loop enters and leaves."""
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return what tells its samples from others in a state; for JSON."""
+        """Return JSON-ready entries of a state that identify the dataset's samples."""
         return {}
 
 
@@ -58,29 +58,28 @@ class OneIteration:
 class BlockIterator(OneIteration, HasLifespan):
     """One iteration over an aioloader stream, which is read a block at a time."""
 
-    # A batch may be filled by several blocks. If not, one block is one batch: the
+    # Whether several blocks may fill a batch. If not, one block is one batch: the
     # samples at its positions, some of which may be empty.
     fills: bool
     leaves_out: bool  # a failed sample has no position: the next one takes it
-    at: int  # how many positions of an epoch this rank had passed where it starts
+    at: int  # positions of the epoch that this rank had passed where it starts
     real: int | None  # how many samples of an epoch are not padding; None: all
-    refills: bool  # samples of its beginning fill a short batch, as all have full ones
+    refills: bool  # samples of its beginning fill a short last batch
 
     @abc.abstractmethod
     def take(self, size: int, most: int) -> Iterable[tuple[Any, dict[str, Any]]]:
-        """Take up to so many ``Block``s of ``size`` samples that were read already.
+        """Yield up to ``most`` blocks of ``size`` samples that were read already.
 
-        None of these failed. Each comes with the position after it.
+        None of the samples failed. Each block comes with the position after it.
         """
 
     @abc.abstractmethod
     async def pull(self, limit: int, more: int = 0) -> Any:
         """Return the samples at the next ``limit`` positions, as a ``Block``.
 
-        If they come quickly, up to so many ``more`` are read with them, for ``take``.
-
-        If the iterator ``fills``, there are 1 to ``limit`` samples, and an empty block
-        is the end. A sample that failed is a ``Bad`` in a list.
+        If they come quickly, up to ``more`` samples are read as well, for ``take``. If
+        the iterator ``fills``, there are 1 to ``limit`` samples, and an empty block is
+        the end. A sample that failed is a ``FailedSample`` in a list.
 
         Raises:
             StopAsyncIteration: At the end, if it does not fill.
@@ -101,7 +100,7 @@ class BlockIterator(OneIteration, HasLifespan):
 
 @dataclass(eq=False, repr=False)
 class Outline:
-    """What a loader must know of a stream before it reads an epoch."""
+    """What a loader must know about a stream before it reads an epoch."""
 
     ranks: tuple[int, int] | None  # our rank, and their number; None: each reads all
     world_size: int  # how many ranks share it
@@ -110,11 +109,10 @@ class Outline:
     is_endless: bool  # an epoch never ends
     continues: bool  # an epoch starts where the previous one stopped
     chosen_epoch: int | None  # the number that the user has chosen, if any
-    # Names of the parts without a state: resuming is exact only if they give the same
-    # samples again.
+    # Names of parts without a state: resuming is exact if they repeat their samples.
     reread: list[str]
-    # Returns the ``StoreTalk`` by which ranks agree on the end (None without a store)
-    # for ``tail``, and the start: an epoch, and how many of its batches.
+    # Returns the ``EpochEndRounds`` in which ranks agree on the end (None without a
+    # store), given ``tail`` and the start: an epoch, and how many of its batches.
     end_talk: Callable[[Any, tuple[int, int]], Any]
 
 
@@ -123,7 +121,7 @@ class OwnStream(abc.ABC):
 
     @abc.abstractmethod
     def outline(self, ranks: tuple[int, int] | None = None) -> Outline:
-        """Return what is known of it now, for one rank of ``ranks`` if given."""
+        """Return the outline as of now; ``ranks``: a rank and the number of ranks."""
 
     @abc.abstractmethod
     def for_epoch(
@@ -134,10 +132,10 @@ class OwnStream(abc.ABC):
         has_peers: bool = False,
         is_skipped: bool = False,
     ) -> "OwnStream":
-        """Return a copy to read, also in workers; it takes over a loaded state.
+        """Return a copy to iterate, also in workers; it takes over a loaded state.
 
         Args:
-            ranks: Our rank, and their number; None: as it is sharded.
+            ranks: A rank, and the number of ranks; None: as the stream is sharded.
             tail: How the ranks get equal parts.
             has_peers: Whether other processes read the same part.
             is_skipped: Whether failed samples are left out.
@@ -147,10 +145,10 @@ class OwnStream(abc.ABC):
     def following(
         self, state: dict[str, Any], epoch: int, workers: int = 1
     ) -> dict[str, Any]:
-        """Return where ``epoch`` starts after one whose iterator stopped at ``state``.
+        """Return where ``epoch`` starts if the iterator before it stopped at ``state``.
 
-        The stream continues, and so many workers of each rank read. The user may have
-        chosen another epoch.
+        For streams that continue across epochs, read by ``workers`` of each rank. The
+        user may have chosen another epoch.
         """
 
     @abc.abstractmethod
@@ -160,7 +158,7 @@ class OwnStream(abc.ABC):
         ``strict``: shards must have the same versions, not only the same lengths.
 
         Raises:
-            StateMismatchError: If it does not fit.
+            StateMismatchError: If the state does not fit this stream.
         """
 
     @abc.abstractmethod
@@ -224,7 +222,7 @@ def refuse_again(dataset: object, *, is_begun: bool, readers: int = 1) -> None:
         readers: How many workers would each read a copy of it.
 
     Raises:
-        TypeError: If it is one; samples would be missing, or come from each worker.
+        TypeError: If it is: samples would be missing, or come from each worker.
     """
     is_once = isinstance(dataset, (Iterator, AsyncIterator))
     if not is_once or type(dataset).__module__ not in {"builtins", "itertools"}:
@@ -246,11 +244,13 @@ def refuse_again(dataset: object, *, is_begun: bool, readers: int = 1) -> None:
 def has_aiter(value: object) -> bool:
     """Tell whether the class of ``value`` defines ``__aiter__``.
 
-    None says in Python that it does not. Unlike ``hasattr``, it has no effects: a
-    ``MagicMock`` makes its methods when they are looked up, and each is another mock.
+    ``__aiter__ = None`` means that it has none. Unlike ``hasattr`` this has no side
+    effects: a ``MagicMock`` makes any method that is looked up.
     """
-    found = (vars(cls) for cls in type(value).__mro__)
-    method = next((one["__aiter__"] for one in found if "__aiter__" in one), None)
+    spaces = (vars(cls) for cls in type(value).__mro__)
+    method = next(
+        (names["__aiter__"] for names in spaces if "__aiter__" in names), None
+    )
     return callable(method)
 
 
@@ -274,7 +274,7 @@ def generator_of(function: object) -> str | None:
     return None
 
 
-# Torch's wrappers, by their own methods: those of a subclass may do anything.
+# Torch's wrappers, by their methods: a subclass's methods may do anything.
 _WRAPPERS: dict[object, str] = {
     Subset.__getitem__: "dataset",
     ConcatDataset.__getitem__: "datasets",
@@ -283,11 +283,11 @@ _WRAPPERS: dict[object, str] = {
 
 
 def reads_async(dataset: object) -> bool:
-    """Tell whether the loop reads samples of a map-style ``dataset``.
+    """Tell whether samples of a map-style ``dataset`` are read on an event loop.
 
-    True if its own method is a coroutine function, or if it is torch's ``Subset``,
+    They are if its method is a coroutine function, or if it is torch's ``Subset``,
     ``ConcatDataset`` or ``StackDataset`` over such a dataset. Any other plain method
-    runs off the loop, whatever it holds; if it returns an awaitable, that is awaited.
+    runs off the loop; if it returns an awaitable, that is awaited.
     """
     cls = type(dataset)
     item = getattr(cls, "__getitem__", None)
@@ -335,8 +335,8 @@ def set_epoch_of(part: object, epoch: int | None) -> None:
 def is_stateful(part: object) -> bool:
     """Tell whether ``part`` follows torchdata's state protocol.
 
-    Its ``state_dict`` needs no argument, as far as is known. With one that is called
-    ``destination``, as those of modules and tensordicts, it returns all the data.
+    Its ``state_dict`` must need no argument. A ``state_dict(destination=...)``, as of
+    modules and tensordicts, returns all the data and does not count.
     """
     save, load = (getattr(part, f"{name}state_dict", None) for name in ("", "load_"))
     if not (callable(save) and callable(load)):
@@ -353,19 +353,19 @@ def is_stateful(part: object) -> bool:
 
 def own_datasets(dataset: Any) -> list[HasLifespan]:
     """Return aioloader's own datasets: ``dataset``, or those in torch's wrappers."""
-    found: list[HasLifespan] = []
+    own: list[HasLifespan] = []
     seen: set[int] = set()
     left = [dataset]
     while left:
-        one = left.pop()
-        if id(one) in seen:
+        part = left.pop()
+        if id(part) in seen:
             continue
-        seen.add(id(one))
-        if isinstance(one, HasLifespan):
-            found.append(one)
-        elif isinstance(one, Subset):
-            left.append(vars(one).get("dataset"))
-        elif isinstance(one, (ConcatDataset, ChainDataset, StackDataset)):
-            inner: Any = vars(one).get("datasets") or ()
+        seen.add(id(part))
+        if isinstance(part, HasLifespan):
+            own.append(part)
+        elif isinstance(part, Subset):
+            left.append(vars(part).get("dataset"))
+        elif isinstance(part, (ConcatDataset, ChainDataset, StackDataset)):
+            inner: Any = vars(part).get("datasets") or ()
             left += inner.values() if isinstance(inner, dict) else inner
-    return found
+    return own

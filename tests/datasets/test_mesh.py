@@ -143,7 +143,7 @@ async def test_a_store_that_workers_cannot_reach(tmp_path: Path) -> None:
     store = dist.PrefixStore("a", dist.FileStore(str(tmp_path / "store")))
     sent = pickle.loads(pickle.dumps(stream.agree(store, timeout=3)))
     assert repr(sent.rank_store) == f"FileStore({str(tmp_path / 'store')!r})"
-    assert pickle.loads(pickle.dumps(stream)).rank_store.found() is None
+    assert pickle.loads(pickle.dumps(stream)).rank_store.resolved() is None
 
 
 async def test_what_is_compared(tmp_path: Path) -> None:

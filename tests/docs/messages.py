@@ -206,7 +206,7 @@ PASSED_ON = {
     "_cli/tokenize.py:run": "says what another error says",
     "_cli/bench.py:users": "says what code of the user raised",
     "_base/warnings.py:warn": "says what it is given",
-    "_base/raising.py:Unsaved": "says what a user's state_dict() raised",
+    "_base/raising.py:FailedState": "says what a user's state_dict() raised",
     "datasets/_arrow/csv.py:CSVFormat._names_in": "says what its variable does",
     "datasets/_sql/format.py:SQLFormat.shards": "says what another error says",
     "datasets/sql.py:PostgresLookup._find": "carries another error",

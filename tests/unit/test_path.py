@@ -1,6 +1,5 @@
 """The path of the first batch: functions and modules that it enters."""
 
-import json
 import re
 from pathlib import Path
 
@@ -39,43 +38,3 @@ def test_the_path_is_no_longer(name: str, counts: dict[str, tuple[int, int]]) ->
     most_functions, most_modules = LIMITS[name]
     assert functions <= most_functions
     assert modules <= most_modules
-
-
-def _told() -> dict[str, list[str]]:
-    """Return the functions that ``CONTRIBUTING.md`` names for each runner."""
-    text = (ROOT / "CONTRIBUTING.md").read_text()
-    lines = text.partition("**Followed through the runners.**")[2].splitlines()[2:]
-    told = {}
-    for line in lines[: lines.index("")]:
-        name, _, path = line.removeprefix("- **").partition("**: ")
-        told[name] = re.findall(r"`([\w.]+)`(?= →|$| \()", path)
-    return told
-
-
-@pytest.fixture(scope="module")
-def entered() -> dict[str, list[list[str]]]:
-    """Return what the first batch enters in each process, by runner, in order."""
-    code = (
-        "import json, os, sys; sys.path.insert(0, sys.argv[1])\n"
-        "import count_path as c\n"
-        "from pathlib import Path; import aioloader\n"
-        "root, found = Path(aioloader.__file__).parent, {}\n"
-        "for name, run in c.RUNNERS.items():\n"
-        "    run()\n"
-        "    ran = c.followed(run, root)\n"
-        "    found[name] = [ran.pop(os.getpid())]\n"
-        "    found[name + ', in the worker'] = list(ran.values())\n"
-        "print(json.dumps(found))\n"
-    )
-    printed = python("-c", code, TOOL.parent, check=True).stdout
-    found: dict[str, list[list[str]]] = json.loads(printed.splitlines()[-1])
-    return found
-
-
-@pytest.mark.parametrize("runner", _told())
-def test_the_path_is_told(runner: str, entered: dict[str, list[list[str]]]) -> None:
-    """A batch passes what ``CONTRIBUTING.md`` names for a runner, in that order."""
-    told = _told()[runner]
-    assert len(told) > 5
-    followed = [[name for name in one if name in set(told)] for one in entered[runner]]
-    assert told in followed

@@ -1,4 +1,4 @@
-"""What wrappers of async datasets return: awaitables, and containers of them."""
+"""Resolve the awaitables that wrappers of async datasets return, also in containers."""
 
 import asyncio
 import inspect
@@ -65,7 +65,7 @@ def _has_awaitable(values: Collection[Any]) -> bool:
 def holds_awaitables(samples: Any) -> bool:
     """Tell whether plain code has returned awaitables, as ``resolved`` finds them.
 
-    Of the tuples, lists and dicts in a list of samples, one of each type is searched.
+    In a list of samples it searches one tuple, one list and one dict.
     """
     if type(samples) is not list:
         return False

@@ -1,7 +1,7 @@
 """Blocks: several samples that move together, as a list or as columns.
 
-A block is moved, cut and permuted without touching its samples, so that columns stay
-columns until a row is requested. A sample that failed is a ``FailedSample`` in a list.
+Steps move, cut and permute blocks without touching samples, so columns stay columns
+until a row is requested. A sample that failed is a ``FailedSample`` in a list.
 """
 
 import inspect
@@ -15,7 +15,7 @@ from aioloader._base.raising import ends_task, raisable
 
 @runtime_checkable
 class Columns(Protocol):
-    """A block that is not a list; as a sequence it gives rows."""
+    """A block stored as columns; as a sequence it yields rows."""
 
     def __len__(self) -> int: ...
 
@@ -24,26 +24,26 @@ class Columns(Protocol):
     def __iter__(self) -> Iterator[Any]: ...
 
     def column(self, name: str) -> list[Any] | None:
-        """Return the values of a column, as in rows; None if there is no such one."""
+        """Return a column's values, as in rows; None if there is no such column."""
         ...
 
     def pick(self, indices: Sequence[int]) -> "Columns":
         """Return the rows at ``indices``, in that order."""
         ...
 
-    def joined(self, others: "Sequence[Columns]") -> "Columns | None":
-        """Return this block and ``others`` as one; None if their columns differ."""
+    def joined(self, blocks: "Sequence[Columns]") -> "Columns | None":
+        """Append ``blocks`` to this one; return None if their columns differ."""
         ...
 
-    def interleaved(self, others: "Sequence[Columns]") -> "Columns | None":
-        """Interleave: the first row of each, the second of each; or None."""
+    def interleaved(self, blocks: "Sequence[Columns]") -> "Columns | None":
+        """Interleave with ``blocks``: the first row of each, the second; or None."""
         ...
 
 
 Block: TypeAlias = list[Any] | Columns
 _BUILTIN = {"builtins", "itertools"}
-# How often an iterator may raise the same error: a broken one does so forever.
-_SAME = 100
+# How often an iterator may raise the same error: a broken iterator raises it forever.
+_MAX_REPEATS = 100
 
 
 @dataclass(eq=False, repr=False)
@@ -97,7 +97,7 @@ async def read_block_async(
 
 
 class SameErrors:
-    """Detect an error that an iterator raises again and again."""
+    """Detect an iterator that raises the same error over and over."""
 
     def __init__(self) -> None:
         self._error = ""
@@ -112,38 +112,38 @@ class SameErrors:
         error = repr(last.error)
         is_same = len(block) == 1 and error == self._error
         self._error, self._count = error, 1 + (self._count if is_same else 0)
-        if self._count < _SAME:
+        if self._count < _MAX_REPEATS:
             return False
         last.error.add_note(
-            f"aioloader: the iterator raised this {_SAME} times in a row, so it has "
-            "ended"
+            f"aioloader: the iterator raised this {_MAX_REPEATS} times in a row, so it "
+            "has ended"
         )
         return True
 
 
-def failed(error: BaseException, what: str = "the dataset") -> FailedSample:
-    """Return the placeholder for a sample whose code, ``what``, raised an error."""
-    return FailedSample(raisable(error, what), is_users=True)
+def failed(error: BaseException, raiser: str = "the dataset") -> FailedSample:
+    """Return the placeholder for a sample for which ``raiser`` raised an error."""
+    return FailedSample(raisable(error, raiser), is_users=True)
 
 
 def unreadable(block: Block) -> list[int]:
     """Return the positions of samples or shards that the source could not read.
 
-    A position is there as often as there are such samples in it.
+    A position that holds several unreadable samples is repeated as often.
     """
     if not isinstance(block, list) or FailedSample not in set(map(type, block)):
         return []
     return [
-        k
-        for k, one in enumerate(block)
-        if type(one) is FailedSample
-        for each in (one, *one.then)
-        if type(each) is FailedSample and not each.is_users
+        position
+        for position, sample in enumerate(block)
+        if type(sample) is FailedSample
+        for part in (sample, *sample.then)
+        if type(part) is FailedSample and not part.is_users
     ]
 
 
 def spread(block: Block) -> Block:
-    """Return the block with what follows failed samples in their positions."""
+    """Return the block with the samples in ``FailedSample.then`` as its own."""
     if not isinstance(block, list) or FailedSample not in set(map(type, block)):
         return block
     spread: list[Any] = []
@@ -176,7 +176,7 @@ def interleave(blocks: Sequence[Block]) -> Block:
 
 
 def _together(blocks: Sequence[Block], how: str) -> Block | None:
-    """Return one block, or None if rows must be taken from several."""
+    """Combine blocks by the method ``how``; None unless all are alike columns."""
     if len(blocks) < 2:
         return blocks[0] if blocks else []
     if isinstance(blocks[0], list) or any(isinstance(b, list) for b in blocks):

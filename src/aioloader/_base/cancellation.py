@@ -19,7 +19,7 @@ from typing import Any, Generic, TypeVar
 from aioloader._base.waiting import looking_up
 
 T = TypeVar("T")
-_AT_ONCE = 64
+_MAX_UNDER_WAY = 64
 
 
 async def in_thread(
@@ -31,10 +31,10 @@ async def in_thread(
 ) -> T:
     """Run a function in a thread; if cancelled, wait for it to end first.
 
-    It has a copy of this task's context. ``executor`` has the thread; None: the loop's
-    own does. With ``is_quick`` it costs less than a thread, and runs here. With
-    ``abandon_on_cancel`` a cancelled task does not wait: for functions on which nothing
-    depends, and which may wait forever, for a server or a network mount.
+    The function gets a copy of this task's context. ``executor`` provides the thread;
+    None: the loop's default executor. A function that ``is_quick`` costs less than a
+    thread, so it runs here. With ``abandon_on_cancel`` a cancelled task does not wait:
+    for functions on which nothing depends, and which may hang on a server or a mount.
     """
     if is_quick:
         return function(*args)
@@ -49,7 +49,7 @@ async def in_thread(
 class finish_despite_cancel(Generic[T]):  # noqa: N801  (awaited like a coroutine)
     """Await the result of ``work``; if cancelled, wait for it to end first.
 
-    Tasks take it for a future (``asyncio.isfuture``), which ends with the work.
+    Tasks take this object for a future (``asyncio.isfuture``) that ends with the work.
     """
 
     def __init__(self, work: "asyncio.Future[T]") -> None:
@@ -78,7 +78,7 @@ class finish_despite_cancel(Generic[T]):  # noqa: N801  (awaited like a coroutin
 
 
 async def to_the_end(wait: Callable[[], Awaitable[T]]) -> T:
-    """Wait, again after each cancellation of this task; then raise the last one."""
+    """Wait, restarting after each cancellation; then raise the last cancellation."""
     cancelled: asyncio.CancelledError | None = None
     try:
         while True:
@@ -102,23 +102,23 @@ async def cancel(tasks: Iterable["asyncio.Future[Any]"]) -> None:
 async def each(
     function: Callable[[Any], Coroutine[Any, Any, T]], addresses: Sequence[Any]
 ) -> list[T]:
-    """Return ``function`` of each address, several at a time, in order."""
-    return [found async for found in in_order(function, addresses)]
+    """Return the results of ``function`` for all addresses, awaited concurrently."""
+    return [result async for result in in_order(function, addresses)]
 
 
 async def in_order(
     function: Callable[[Any], Coroutine[Any, Any, T]], addresses: Sequence[Any]
 ) -> AsyncGenerator[T, None]:
-    """Yield ``function`` of each address, in order, with several under way.
+    """Yield the results of ``function`` in the order of ``addresses``.
 
-    A failure ends the others when its turn comes. Close it if it is not used up.
+    Up to ``_MAX_UNDER_WAY`` calls run at a time. A failure is raised in its turn, and
+    cancels the calls after it. Close the generator if it is not exhausted.
     """
     under_way = deque[asyncio.Task[T]]()
     try:
-        for done in range(-_AT_ONCE, len(addresses)):
-            if done + _AT_ONCE < len(addresses):
-                task = asyncio.create_task(function(addresses[done + _AT_ONCE]))
-                under_way.append(task)
+        for done in range(-_MAX_UNDER_WAY, len(addresses)):
+            if (number := done + _MAX_UNDER_WAY) < len(addresses):
+                under_way.append(asyncio.create_task(function(addresses[number])))
             if done >= 0:
                 yield await under_way.popleft()
     finally:

@@ -1,6 +1,6 @@
 """Threads that run a loader's plain code: jobs run in order, and none is lost.
 
-Each thread has a queue. A job that is posted has no future: it stores its own result.
+Each thread has a queue. A posted job has no future: it stores its own result.
 Posting is safe from any thread, and from finalizers (``SimpleQueue`` is reentrant).
 """
 
@@ -23,7 +23,7 @@ from aioloader._base.forks import fork_safe
 from aioloader._base.waiting import call_threadsafe, context_elsewhere
 from aioloader.errors import LoaderClosedError
 
-_WAITING = ("threading", "queue", "select", "socket", "os")
+_WAITING_MODULES = ("threading", "queue", "select", "socket", "os")
 T = TypeVar("T")
 
 Job: TypeAlias = Callable[[], object]
@@ -31,7 +31,7 @@ Job: TypeAlias = Callable[[], object]
 # How long the interpreter's exit waits for a thread to finish its job, in seconds.
 _EXIT_GRACE = 2.0
 # Threads for the plain code of all loaders on their callers' loops.
-_SHARED_THREADS = 8
+_MAX_SHARED = 8
 
 _LOG = logging.getLogger("aioloader")
 
@@ -59,7 +59,7 @@ class CpuThread(Executor):
 
     @classmethod
     def once(cls, name: str = "aioloader-once") -> Self:
-        """Return a thread for one job: those of an executor may all be waiting."""
+        """Return a thread for one job: an executor's threads may all be waiting."""
         thread = cls(name)
         thread._is_once = True
         return thread
@@ -80,7 +80,7 @@ class CpuThread(Executor):
         return True
 
     def submit(self, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> Any:
-        """Call it after earlier jobs; return a future of this loop: ``in_thread``."""
+        """Call ``function`` after earlier jobs; return a future of the running loop."""
         future = asyncio.get_running_loop().create_future()
         if not self.post(partial(_fulfil, future, partial(function, *args, **kwargs))):
             raise LoaderClosedError("the thread of the loader has ended; iterate again")
@@ -131,11 +131,11 @@ class CpuThread(Executor):
 
 
 class SharedThread(CpuThread):
-    """Jobs in order, one at a time, in whichever of a few threads is free.
+    """A serial worker thread that is borrowed: jobs run in any free shared thread.
 
-    For the hundreds of loaders of a service: a thread for each would cost more than
-    their jobs do. All loaders share the threads, which start on demand and end with the
-    last of these objects.
+    A service has hundreds of loaders, and a thread for each would cost more than their
+    jobs. All loaders share a few threads, which start on demand and end with the last
+    ``SharedThread``.
     """
 
     def __init__(self, name: str) -> None:
@@ -181,9 +181,9 @@ class SharedThread(CpuThread):
     def _queue(self) -> None:
         if not self._is_queued:
             self._is_queued = True
-            _SHARED.post(self._run_some)
+            _SHARED.post(self._run_waiting)
 
-    def _run_some(self) -> None:
+    def _run_waiting(self) -> None:
         """Run the waiting jobs; yield the thread if other loaders wait for one."""
         self._ident = threading.get_ident()
         has_more = True
@@ -202,7 +202,7 @@ class SharedThread(CpuThread):
 
 
 class _SharedThreads:
-    """The threads of all ``SharedThread``s."""
+    """The threads that all ``SharedThread`` objects borrow."""
 
     def __init__(self) -> None:
         self.forget()
@@ -239,7 +239,7 @@ class _SharedThreads:
             self._jobs.put(job)
             if self._idle:
                 self._idle -= 1
-            elif self._threads < _SHARED_THREADS:
+            elif self._threads < _MAX_SHARED:
                 self._threads += 1
                 start_thread(_daemon(partial(self._run, self._jobs), "aioloader-cpu"))
 
@@ -248,9 +248,9 @@ class _SharedThreads:
             self._jobs.put(None)
 
     def is_here(self) -> bool:
-        """Tell whether the calling thread is one of them.
+        """Tell whether the calling thread is a shared one.
 
-        A job that waits for another shared thread might deadlock.
+        There a job that waits for another shared thread might deadlock.
         """
         return bool(getattr(self._here, "is_shared", False))
 
@@ -271,7 +271,7 @@ if hasattr(os, "register_at_fork"):  # a child has none of the threads
 
 
 def _fulfil(future: "asyncio.Future[T]", job: Callable[[], T]) -> None:
-    """Do the job of a future, unless it was cancelled before."""
+    """Run a job and set its future's result, unless the future was cancelled."""
     if future.cancelled():
         return
     try:
@@ -298,19 +298,21 @@ def _do(job: Job, name: str) -> None:
 
 
 def _daemon(run: Callable[[], object], name: str) -> threading.Thread:
-    """Return a daemon: a stuck read cannot block the interpreter's exit."""
+    """Return a daemon thread: a stuck read cannot block the interpreter's exit."""
     return threading.Thread(target=run, name=name, daemon=True)
 
 
 def refuse_gevent(*, unless: str = "") -> None:
-    """Raise if gevent has replaced modules that threads and processes wait with.
+    """Raise if gevent has patched modules that threads or processes wait with.
 
-    Not if the module ``unless`` is among them.
+    If gevent has patched ``unless``, too, its own threads work, and nothing is raised.
 
     Raises:
-        RuntimeError: If it has; the program would hang.
+        RuntimeError: If the program would hang.
     """
-    patched = [*filter(sys.modules["gevent.monkey"].is_module_patched, _WAITING)]
+    patched = [
+        *filter(sys.modules["gevent.monkey"].is_module_patched, _WAITING_MODULES)
+    ]
     if patched and unless not in patched:
         raise RuntimeError(
             f"gevent has patched {', '.join(patched)}, so that worker processes and "
@@ -321,36 +323,36 @@ def refuse_gevent(*, unless: str = "") -> None:
 
 
 def start_thread(thread: threading.Thread) -> None:
-    """Start a thread for whose end the interpreter's exit waits, a while."""
+    """Start a thread; the interpreter's exit waits up to ``_EXIT_GRACE`` for it."""
     if "gevent.monkey" in sys.modules:
         refuse_gevent(unless="threading")  # its own threads work
     thread.start()
-    for one in list(_THREADS):
-        if not one.is_alive():
-            _THREADS.discard(one)
+    for started in list(_THREADS):
+        if not started.is_alive():
+            _THREADS.discard(started)
     _THREADS.add(thread)
 
 
 def _await_at_exit() -> None:
-    """Let threads finish their jobs, and end, before the interpreter is finalized.
+    """Let threads finish their jobs and end before the interpreter is finalized.
 
-    A thread in torch's code without the GIL would then abort the process; one that has
-    no more jobs may be there, too, to free thread-local data.
+    Afterwards a thread that runs torch's code without the GIL would abort the process;
+    an idle thread may do so, too, when it frees thread-local data.
     """
     until = time.monotonic() + _EXIT_GRACE
-    started = [one for one in list(_STARTED) if one.is_alive()]
-    for one in started:
-        one.post_nowait(one.quiet.set)
+    running = [cpu for cpu in list(_STARTED) if cpu.is_alive()]
+    for cpu in running:
+        cpu.post_nowait(cpu.quiet.set)
     _SHARED.end()
-    for one in started:
-        one.quiet.wait(max(0.0, until - time.monotonic()))
-    staying = {one.thread for one in started if not one.is_over}
+    for cpu in running:
+        cpu.quiet.wait(max(0.0, until - time.monotonic()))
+    staying = {cpu.thread for cpu in running if not cpu.is_over}
     for thread in _THREADS - staying:
         thread.join(max(0.0, until - time.monotonic()))
 
 
 _STARTED: weakref.WeakSet[CpuThread] = weakref.WeakSet()
-# All that run, as long as they do: an object may be gone before its thread has ended.
+# Running threads; a CpuThread may be collected before its thread ends.
 _THREADS: set[threading.Thread] = set()
-# Finalized after everything made later: iterators, for one, still post jobs.
+# Finalized after all objects that are made later, such as iterators: they post jobs.
 weakref.finalize(_STARTED, _await_at_exit)

@@ -13,10 +13,10 @@ from typing import Any, Final, Literal, TypeAlias
 from aioloader._base.forks import fork_safe
 from aioloader.errors import FailureBudgetError
 
-_KEPT = 1000
-# Of an epoch of unknown length: the samples after which a share is judged before the
-# end, and by how many standard deviations more than it may fail until then.
-_FEW, _BY_CHANCE = 1000, 5
+_MAX_FAILURES = 1000  # how many are kept
+# If an epoch's length is unknown: after how many samples a share is judged before the
+# end, and how many standard deviations above it failures may then be.
+_ENOUGH_SAMPLES, _DEVIATIONS = 1000, 5
 
 
 class _SkipType:
@@ -120,7 +120,7 @@ def parts_of(on_error: OnError | Skip) -> tuple[OnError, float | None]:
     """Return what happens to a failed sample, and how many may fail.
 
     Raises:
-        ValueError: If it is another word.
+        ValueError: If ``on_error`` is neither a known word, a ``Skip`` nor a callable.
     """
     if isinstance(on_error, Skip):
         return on_error.instead or "skip", on_error.at_most
@@ -134,7 +134,7 @@ def parts_of(on_error: OnError | Skip) -> tuple[OnError, float | None]:
 
 
 class FailurePolicy:
-    """Decide what to do about failed samples, and keep a list of them."""
+    """Decide what happens to failed samples, and keep the latest failures."""
 
     def __init__(
         self,
@@ -151,16 +151,16 @@ class FailurePolicy:
         self.attempted: int = 0  # samples that were tried
         self.count: int = 0  # of them, those that failed and were skipped or replaced
         self.retries: int = 0  # of reads
-        self.latest: deque[Failure] = deque(maxlen=_KEPT)
+        self.latest: deque[Failure] = deque(maxlen=_MAX_FAILURES)
         self._lock = fork_safe(threading.Lock())
 
     def begin(self, samples: int) -> None:
-        """Count ``samples`` more that are about to be tried, or fewer."""
+        """Count samples about to be tried; a negative number takes them back."""
         with self._lock:
             self.attempted += samples
 
     def end(self) -> None:
-        """Judge a share at the end of an epoch whose length was not known.
+        """Apply a share as the limit at the end of an epoch of unknown length.
 
         Raises:
             FailureBudgetError: If too many have failed.
@@ -205,7 +205,7 @@ class FailurePolicy:
         return replacement
 
     def count_in(self, failure: Failure) -> None:
-        """Count a failure that is skipped or replaced, here or in a worker.
+        """Count a failure that was skipped or replaced, here or in a worker.
 
         Raises:
             FailureBudgetError: If the budget is exceeded.
@@ -225,8 +225,8 @@ class FailurePolicy:
             total = max(self._total or 0, self._before + attempted)
             allowed, of = max(1.0, round(limit * total, 6)), f" of {total:,}"
             if self._total is None:
-                enough = total >= _FEW
-                allowed += _BY_CHANCE * math.sqrt(allowed) if enough else math.inf
+                enough = total >= _ENOUGH_SAMPLES
+                allowed += _DEVIATIONS * math.sqrt(allowed) if enough else math.inf
         if count > allowed:
             raise FailureBudgetError(
                 f"{count} of {attempted} samples failed in epoch {failure.epoch}, more "
@@ -238,7 +238,7 @@ class FailurePolicy:
 
 
 def noted(error: BaseException, where: str) -> BaseException:
-    """Add a note on where ``error`` was raised, once, and return it."""
+    """Add a note to ``error`` that says where it was raised, once; return it."""
     note = f"aioloader: {where}"
     if note not in getattr(error, "__notes__", ()):
         error.add_note(note)

@@ -1,11 +1,10 @@
 """Clean-up in forked children: locks that other threads held, inherited descriptors.
 
-An open file has one position, which a child would share with its parent and siblings.
-
 A lock that another thread holds at a fork stays locked in the child, where that thread
 does not exist. A child's copy of a socket would keep a worker from noticing that the
-loader has ended. This code sends nothing and takes no lock. The garbage collector is
-turned off here too, because a child inherits that.
+loader has ended. An open file has one position, shared by parent and children. The code
+that runs in a child sends nothing and takes no lock. The garbage collector's switch is
+here, too, because a child inherits it.
 """
 
 import contextlib
@@ -64,17 +63,18 @@ def without_collector() -> Iterator[bool]:
 
 
 def are_imported(names: tuple[str, ...]) -> bool:
-    """Tell whether modules are there, and no other thread is still importing them."""
-    found = [sys.modules.get(name) for name in names]
-    return not any(
-        one is None or getattr(one.__spec__, "_initializing", False) for one in found
+    """Tell whether modules are imported, also by threads that have begun to."""
+    modules = map(sys.modules.get, names)
+    return all(
+        module and not getattr(module.__spec__, "_initializing", False)
+        for module in modules
     )
 
 
 def import_modules(names: tuple[str, ...]) -> None:
-    """Import modules without garbage collections: everything that they make stays.
+    """Import modules with the garbage collector off: what imports make stays alive.
 
-    A full one takes as long as all of these imports where torch is loaded.
+    With torch loaded, one full collection takes as long as all these imports.
     """
     global _is_importing  # noqa: PLW0603  (a process has one collector)
     if are_imported(names):
@@ -109,10 +109,10 @@ with contextlib.suppress(AttributeError):  # Windows has no forks
 
 
 def reopen_files() -> None:
-    """Open each file that is open for reading again, at the same position.
+    """Reopen each file that is open for reading only, at the same position.
 
-    Otherwise a seek of one process would move the others' reads. Files that can be
-    written, such as logs, stay shared: what is written must follow what others wrote.
+    Otherwise a seek in one process would move the reads of the others. Files open for
+    writing, such as logs, stay shared: each process appends after the others.
     """
     try:
         numbers = [int(path.name) for path in Path("/proc/self/fd").iterdir()]

@@ -20,23 +20,23 @@ _UNLIMITED = 1 << 60  # cgroup version 1 has a number near 2 ** 63 for no limit
 
 def cores(groups: Path = _GROUPS) -> int:
     """Return how many cores this process may use; with several ranks, its share."""
-    found = float(os.cpu_count() or 1)
+    count = float(os.cpu_count() or 1)
     if hasattr(os, "sched_getaffinity"):  # Linux
-        found = float(len(os.sched_getaffinity(0)))
+        count = float(len(os.sched_getaffinity(0)))
     # A group's quota and period, of either version.
     for names in ("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"):
         with contextlib.suppress(OSError, ValueError):  # "max" is no quota, nor is -1
             texts = [_read(groups / name) for name in names]
             quota, period = map(int, " ".join(texts).split())
-            found = min(found, quota / period) if quota > 0 else found
+            count = min(count, quota / period) if quota > 0 else count
     with contextlib.suppress(ValueError):  # set by torchrun
-        found /= max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    return max(1, math.floor(found))
+        count /= max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    return max(1, math.floor(count))
 
 
 @functools.cache
 def lack_of_linux() -> str:
-    """Return what the workers of Linux need and is not here, or an empty text."""
+    """Return what Linux's worker processes need and this system lacks, or ""."""
     if not sys.platform.startswith("linux"):
         return "Linux"
     for name, argument in (("memfd_create", "aioloader"), ("pidfd_open", os.getpid())):
@@ -65,7 +65,7 @@ def memory_left(groups: Path = _GROUPS) -> int:
 
 
 class RunTimes(NamedTuple):
-    """What the kernel counts for a thread, in seconds; zeros where it does not."""
+    """A thread's times as the kernel counts them, in seconds; else zeros."""
 
     cpu: float = 0.0  # its processor time
     delayed: float = 0.0  # how long it was ready to run and waited for a processor

@@ -1,8 +1,8 @@
-"""The one rule for what user code raises, wherever it runs.
+"""The rule for errors of user code, wherever it runs.
 
-An ``Exception`` keeps its type. What would silently end a loop, a generator or a task
-becomes the cause of a ``RuntimeError``. Exits arrive as they are. Only a cancellation
-of the task itself, and not of what it awaits, ends the task.
+An ``Exception`` keeps its type. An error that would silently end a loop, a generator or
+a task (``StopIteration``...) becomes the cause of a ``RuntimeError``. Exits stay exits.
+Only a cancellation of the task itself ends it, not one of an awaitable.
 """
 
 import asyncio
@@ -15,13 +15,13 @@ STOPS = (StopIteration, StopAsyncIteration, GeneratorExit, asyncio.CancelledErro
 _EXITS = (KeyboardInterrupt, SystemExit)
 
 
-def raisable(error: BaseException, what: str) -> BaseException:
-    """Return an error that ``what`` raised as the consumer gets it."""
+def raisable(error: BaseException, raiser: str) -> BaseException:
+    """Return the form in which the consumer gets an error that ``raiser`` raised."""
     if isinstance(error, WrappedExit):
         return error.error
     if not isinstance(error, STOPS):
         return error
-    loud = RuntimeError(f"{what} raised {type(error).__name__}")
+    loud = RuntimeError(f"{raiser} raised {type(error).__name__}")
     loud.__cause__ = error
     for note in getattr(error, "__notes__", ()):
         loud.add_note(note)
@@ -29,10 +29,9 @@ def raisable(error: BaseException, what: str) -> BaseException:
 
 
 def ends_task(error: BaseException) -> bool:
-    """Tell whether ``error`` ends the current task, and is not an error of user code.
+    """Tell whether ``error`` ends the current task; if not, user code raised it.
 
-    A task that is cancelled has a count of its cancellations, and a coroutine that is
-    closed runs in no task.
+    A cancelled task counts its cancellations; a coroutine that is closed has no task.
     """
     if not isinstance(error, (asyncio.CancelledError, GeneratorExit)):
         return False
@@ -45,10 +44,10 @@ def ends_task(error: BaseException) -> bool:
     return task is not None and task.cancelling() > 0
 
 
-class StateError:
-    """What the ``state_dict`` of a user's object raised, in place of its state.
+class FailedState:
+    """An error of a user's ``state_dict``, in place of the state.
 
-    Only those who want the state get the error; a pickle has its text.
+    It is raised only where the state is used; a pickle keeps its text.
     """
 
     def __init__(self, error: BaseException) -> None:
@@ -56,30 +55,29 @@ class StateError:
 
     def __reduce__(self) -> Any:
         text = "".join(traceback.format_exception_only(self.error)).strip()
-        return StateError, (RuntimeError(text),)
+        return FailedState, (RuntimeError(text),)
 
 
 def saved_state(part: Any) -> Any:
-    """Return a copy of the state of a user's object, or why there is none now."""
+    """Return a copy of a user object's state, or a ``FailedState``."""
     try:
         return copy.deepcopy(part.state_dict())
     except (Exception, *STOPS) as error:
         name = type(part).__name__
         error.add_note(f"aioloader: in the state_dict() of {name}")
-        return StateError(
-            raisable(error, name)
-        )  # no variable holds it: it has this frame
+        # No variable holds the result: its traceback has this frame.
+        return FailedState(raisable(error, name))
 
 
 def usable(state: Any) -> Any:
-    """Return a state; raise the error that is there in its place."""
-    if isinstance(state, StateError):
+    """Return a state; raise the error if it is a ``FailedState``."""
+    if isinstance(state, FailedState):
         raise state.error
     return state
 
 
-class WrappedExit(Exception):  # noqa: N818  (it holds one)
-    """An exit of user code on its way out of a task, where it would stop the loop."""
+class WrappedExit(Exception):  # noqa: N818  (it holds an error)
+    """Carries an exit of user code out of a task: a bare one would stop the loop."""
 
     def __init__(self, error: BaseException) -> None:
         super().__init__(error)
@@ -87,5 +85,5 @@ class WrappedExit(Exception):  # noqa: N818  (it holds one)
 
 
 def carried(error: BaseException) -> BaseException:
-    """Return the form of ``error`` that may be raised in a task."""
+    """Return ``error``, wrapped if it is an exit, to be raised in a task."""
     return WrappedExit(error) if isinstance(error, _EXITS) else error

@@ -1,7 +1,7 @@
 """The key-value store of ranks, and which rank waits longest for data.
 
-The store is that of torch's process group, or the user's. Operations block, and they
-use separate connections: torch's holds a lock. No rank waits for another here.
+The store is torch's process group's, or the user's. Operations block. They use separate
+connections, because torch's holds a lock. No rank waits for another here.
 """
 
 import json
@@ -19,8 +19,8 @@ from aioloader._base.formatting import seconds_text
 
 # torch's type stubs do not name the stores.
 dist: Any = torch.distributed
-# Seconds that one operation of the store may take, and that a rank waits for others (as
-# long as torch's process groups do), unless `agree` says otherwise.
+# Seconds that one operation of the store may take, and that a rank waits for the other
+# ranks (as in torch's process groups), unless `agree` says otherwise.
 TIMEOUT = 60.0
 PATIENCE = 1800.0
 # With the process id, it tells a process from all others of a run.
@@ -30,9 +30,9 @@ _TOKEN = os.urandom(4).hex()
 class RankStore:
     """The store through which ranks agree.
 
-    It is one of ``torch.distributed``; without one, that of the process group when an
-    iteration begins, if there is one. ``timeout`` is that of each operation, in
-    seconds, and of the wait for other ranks.
+    A store of ``torch.distributed``; None: the process group's store when an iteration
+    begins, if there is a group. ``timeout`` bounds each operation, and each wait for
+    other ranks, in seconds.
     """
 
     def __init__(self, store: Any = None, timeout: float | None = None) -> None:
@@ -44,10 +44,10 @@ class RankStore:
 
     @property
     def process(self) -> int | str:
-        """What tells this process from others; in a worker, its loader's process.
+        """The identity of this process; in a worker, of its loader's process.
 
-        It is the rank in the process group, if there is one: ranks of a loader are not
-        processes, as several processes may read the part of one rank.
+        It is the rank in the process group, if there is a group. A loader's rank would
+        not do: several processes may read the part of one rank.
         """
         place = group()
         return self._process if place is None else place[0]
@@ -57,8 +57,8 @@ class RankStore:
         """Seconds that a rank waits for others."""
         return PATIENCE if self._timeout is None else self._timeout
 
-    def found(self) -> "RankStore | None":
-        """Return this store or that of the process group; None if there is neither."""
+    def resolved(self) -> "RankStore | None":
+        """Return this store, or the process group's; None if there is neither."""
         if self._store is not None or self._again is not None:
             return self
         if group() is None:
@@ -80,7 +80,7 @@ class RankStore:
                 "process; give agree() a TCPStore or a FileStore, which workers open "
                 "again"
             )
-        again = getattr(self.found(), "_again", None)
+        again = getattr(self.resolved(), "_again", None)
         values = {"_timeout": self._timeout, "_process": self.process}
         return {"_store": None, "_again": again, **values}
 
@@ -99,7 +99,7 @@ def group() -> tuple[int, int] | None:
 
 
 def _opener_of(store: Any) -> "partial[Any] | None":
-    """Return what opens a store once more, given a timeout; None if nothing does."""
+    """Return a function that opens a store again, given a timeout, if possible."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     if isinstance(store, dist.TCPStore):
@@ -114,13 +114,13 @@ def _file_store(path: str, timeout: timedelta) -> Any:  # noqa: ARG001  (of TCPS
     return dist.FileStore(path)
 
 
-def key_of(what: Any) -> str:
-    """Return the beginning of the keys of ``what`` in this run."""
+def key_of(subject: Any) -> str:
+    """Return the prefix of the keys for ``subject`` in this run."""
     run = ".".join(
         os.environ.get(f"TORCHELASTIC_{name}", "")
         for name in ("RUN_ID", "RESTART_COUNT")
     )
-    return f"aioloader/{digest([run, what])}"
+    return f"aioloader/{digest([run, subject])}"
 
 
 def digest(value: Any) -> str:
@@ -129,10 +129,10 @@ def digest(value: Any) -> str:
 
 
 def slowest_rank(name: str, epoch: int, waited: float, batches: int) -> tuple[str, ...]:
-    """Return sentences on which rank waits longest for data.
+    """Return sentences that say which rank waits longest for data.
 
-    This rank leaves its numbers in the store of the process group, over its earlier
-    ones, and reads what the others have left so far.
+    This rank writes its numbers to the store of the process group, over its earlier
+    numbers, and reads those that other ranks have written so far.
 
     Args:
         name: What ranks compare, such as ``"train"``.
@@ -140,27 +140,31 @@ def slowest_rank(name: str, epoch: int, waited: float, batches: int) -> tuple[st
         waited: Seconds that this rank waited for batches.
         batches: For how many.
     """
-    place, found = group(), RankStore().found()
-    if place is None or found is None:
+    place, ranks_store = group(), RankStore().resolved()
+    if place is None or ranks_store is None:
         return ("Ranks are not compared: there is no process group.",)
     rank, ranks = place
     key = key_of(["report", ranks, name])
     try:
-        store = found.open()
+        store = ranks_store.open()
         store.set(f"{key}/{rank}", json.dumps([epoch, waited, batches]))
-        keys = {one: f"{key}/{one}" for one in range(ranks)}
-        told = {
-            one: json.loads(store.get(each))
-            for one, each in keys.items()
-            if store.check([each])
+        keys = {rank: f"{key}/{rank}" for rank in range(ranks)}
+        reports = {
+            rank: json.loads(store.get(key))
+            for rank, key in keys.items()
+            if store.check([key])
         }
     except (OSError, RuntimeError) as error:
         return (f"Ranks are not compared: {error}.",)
-    waits = {one: s / n for one, (at, s, n) in told.items() if n and at == epoch}
+    waits = {
+        rank: seconds / count
+        for rank, (number, seconds, count) in reports.items()
+        if count and number == epoch
+    }
     if not waits:
         return (f"No rank has reported a batch of epoch {epoch} of {name!r}.",)
-    slowest = max(waits, key=lambda one: waits[one])
-    missing = [str(one) for one in range(ranks) if one not in waits]
+    slowest = max(waits, key=lambda rank: waits[rank])
+    missing = [str(rank) for rank in range(ranks) if rank not in waits]
     median = sorted(waits.values())[(len(waits) - 1) // 2]
     says = (
         f"Rank {slowest} of {ranks} waits longest for data: "

@@ -19,14 +19,12 @@ T = TypeVar("T")
 
 # Batches whose records are kept.
 KEPT = 1024
-# Processor time and bytes are measured for one in this many batches, starting with the
-# second, because the first is atypical; and for these, or of a short epoch none of the
-# bounds would be known.
-_CLOCKED, _EARLY = 16, frozenset((3, 7, 15))
-# Seconds of a batch that is too quick to have waited for a processor often.
-_QUICK = 5e-4
-# Items of a batch that are measured.
-_ITEMS = 16
+# Processor time and bytes are measured for one batch in this many, from the second on
+# (the first is atypical), and for a few early ones, because epochs may be short.
+_CLOCKED_EVERY, _CLOCKED_EARLY = 16, frozenset((3, 7, 15))
+# Seconds: a quicker batch cannot have waited for a processor often.
+_QUICK_BATCH = 5e-4
+_MEASURED_ITEMS = 16  # of a batch
 _SIZES = {int: 8, float: 8, bool: 8, type(None): 8}
 
 # When and where a batch was made; clock readings in seconds. A plain tuple costs a
@@ -53,21 +51,21 @@ NOT_MADE: BatchTimes = (0.0,) * 8
 
 def is_clocked(number: int) -> bool:
     """Tell whether processor time and bytes of this batch are measured."""
-    return number % _CLOCKED == 1 or number in _EARLY
+    return number % _CLOCKED_EVERY == 1 or number in _CLOCKED_EARLY
 
 
 def thread_clocks(number: int, seconds: float = 1.0) -> RunTimes | None:
-    """Return this thread's times; None for most: reading them takes some 20 us.
+    """Return this thread's times; None for most batches: reading them takes 20 us.
 
-    Only batches after slow ones read both clocks.
+    The waits for a processor are read only if the batch before was slow.
     """
     if not is_clocked(number):
         return None
-    return run_times() if seconds > _QUICK else RunTimes(time.thread_time(), -1.0)
+    return run_times() if seconds > _QUICK_BATCH else RunTimes(time.thread_time(), -1.0)
 
 
 def spent(since: RunTimes) -> RunTimes:
-    """Return what this thread has spent since then."""
+    """Return the times that this thread has spent since ``since`` was read."""
     if since.delayed < 0:
         return RunTimes(time.thread_time() - since.cpu)
     return run_times() - since
@@ -97,7 +95,7 @@ class Copy(NamedTuple):
 
 
 class Latest(deque[T]):
-    """The latest records of one epoch; sinks get each later one, too."""
+    """The latest records of one epoch; sinks get each later record, too."""
 
     append: Callable[[T], None]
 
@@ -110,16 +108,16 @@ class Latest(deque[T]):
         self._pass_to((*self._sinks, sink))
 
     def remove_sink(self, sink: Callable[[T], None]) -> None:
-        self._pass_to(tuple(one for one in self._sinks if one != sink))
+        self._pass_to(tuple(kept for kept in self._sinks if kept != sink))
 
     def _pass_to(self, sinks: tuple[Callable[[T], None], ...]) -> None:
         self._sinks, add = sinks, super().append
         self.append = partial(_add, (add, *sinks)) if sinks else add
 
 
-def _add(each: tuple[Callable[[T], None], ...], note: T) -> None:
-    for append in each:
-        append(note)
+def _add(sinks: tuple[Callable[[T], None], ...], record: T) -> None:
+    for append in sinks:
+        append(record)
 
 
 # The latest batches of one epoch; added by the consumer.
@@ -164,13 +162,12 @@ class RecordedSettings:
     used: float = 0.0
     epochs_before: int = 0  # how many epochs were before this one
     length: int = 0  # how many batches this one has; so far, if it has no length
-    # Arguments that are not advised: they would change nothing here, or the loader
-    # chooses them.
+    # Arguments that advice leaves out: they have no effect here, or are "auto".
     fixed: tuple[str, ...] = ()
 
     @property
     def is_coupled(self) -> bool:
-        """Whether one slot reads, transforms and collates a batch in one go."""
+        """Whether one thread reads, transforms and collates a batch in one go."""
         if self.place == "workers":
             is_plain = self.concurrency == 1 or not self.reads_async
             return self.reads_in_workers and is_plain and not self.transforms_async
@@ -201,7 +198,7 @@ class RecordedSettings:
 
     @property
     def making_starts(self) -> int:
-        """Which of a batch's times (``BatchTimes``) is when a making slot gets it."""
+        """Index in ``BatchTimes`` of the time at which plain code starts on a batch."""
         if self.transforms_async:
             return 3
         return 0 if self.is_coupled else 2
@@ -213,7 +210,7 @@ class RecordedSettings:
 
     @property
     def processors(self) -> int:
-        """How many slots may compute at a time: one if workers share the GIL."""
+        """How many workers may compute at a time: one if they share the GIL."""
         is_one = self.place == "workers" and self.is_shared
         return 1 if is_one else max(1, self.cores)
 
@@ -222,8 +219,8 @@ class RecordedSettings:
 class LoopLag:
     """How an event loop was blocked while samples were read on it.
 
-    Time in which its thread waits for a processor, or for the interpreter's lock that
-    another thread holds, does not count for ``culprit``.
+    ``culprit`` is not blamed for time in which its thread waits for a processor, or for
+    the GIL that another thread holds.
 
     Attributes:
         seconds: How long at a time: the 95th percentile.
@@ -233,8 +230,8 @@ class LoopLag:
             system call.
         is_callers: Whether it is the caller's loop.
         busy: Share of the time in which its thread computed, or could have.
-        is_unseen: Whether nobody had asked what blocks it: ``DataLoader.report`` does,
-            for later batches.
+        is_unseen: Whether no culprit was looked for yet: ``DataLoader.report`` starts
+            looking, for later batches.
     """
 
     seconds: float
@@ -257,17 +254,15 @@ class Counters:
     drawn: float = 0.0  # seconds of these in which indices were drawn
     in_flight: int = 0  # batches requested and not yet delivered
     records: Records = field(default_factory=Latest)  # of the latest batches
-    setting: RecordedSettings | None = (
-        None  # how the loader is set up, once it was asked for
-    )
-    describe: Callable[[], RecordedSettings] | None = (
-        None  # returns it; None: made inline
-    )
+    # How the loader is set up, once needed; what returns it (None: batches are made
+    # inline).
+    setting: RecordedSettings | None = None
+    describe: Callable[[], RecordedSettings] | None = None
     weighed: int = 0  # how many batches had their bytes counted
     bytes: int = 0  # the bytes of these
     # The time and this process's processor time at the latest of these.
     clocks: deque[tuple[float, float]] = field(
-        default_factory=partial(deque, maxlen=KEPT // _CLOCKED)
+        default_factory=partial(deque, maxlen=KEPT // _CLOCKED_EVERY)
     )
     listed_shards: int = 0  # of a stream, before the first was read, if listed here
     listed_seconds: float = 0.0  # how long it took
@@ -316,10 +311,10 @@ class Pace:
 COUNTERS: ContextVar[Counters | None] = ContextVar("aioloader_counters", default=None)
 
 
-def bytes_of(batch: Any, items: int = _ITEMS, depth: int = 8) -> int:
+def bytes_of(batch: Any, items: int = _MEASURED_ITEMS, depth: int = 8) -> int:
     """Return the bytes of tensors, arrays, bytes and text in nested containers.
 
-    If there are many items, only some are measured.
+    Of many items only a few, evenly spaced, are measured.
     """
     try:
         nbytes = _SIZES.get(type(batch)) or getattr(batch, "nbytes", None)
@@ -330,10 +325,10 @@ def bytes_of(batch: Any, items: int = _ITEMS, depth: int = 8) -> int:
     if isinstance(batch, (list, tuple)):
         if not depth or not batch:
             return 0
-        some = batch[:: -(-len(batch) // items)]
-        items = max(1, items // len(some))
-        found = sum(bytes_of(one, items, depth - 1) for one in some)
-        return found * len(batch) // len(some)
+        picked = batch[:: -(-len(batch) // items)]
+        items = max(1, items // len(picked))
+        nbytes = sum(bytes_of(item, items, depth - 1) for item in picked)
+        return nbytes * len(batch) // len(picked)
     if isinstance(batch, (bytes, bytearray, str)):
         return len(batch)
     if isinstance(batch, Mapping):

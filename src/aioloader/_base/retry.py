@@ -1,4 +1,4 @@
-"""Whether to retry a read, and after how long.
+"""Decide whether to retry a read, and after how long.
 
 Pure and synchronous: it computes the delay, and the reader waits.
 """
@@ -11,7 +11,7 @@ from itertools import islice
 from aioloader.errors import DatasetError, DecodeError
 
 # Errors that waiting cannot fix.
-_FINAL = (
+_FINAL_ERRORS = (
     DecodeError,
     FileNotFoundError,
     PermissionError,
@@ -19,7 +19,7 @@ _FINAL = (
     NotADirectoryError,
 )
 
-# It has no state that a fork could copy.
+# A generator without a state that a fork could copy.
 _RNG = random.SystemRandom()
 
 # The reads of this process that are being retried, with their last errors.
@@ -60,7 +60,7 @@ class Retry:
 
     def is_worth(self, error: BaseException) -> bool:
         """Tell whether a retry may succeed after ``error``."""
-        return isinstance(error, self.on) and not isinstance(error, _FINAL)
+        return isinstance(error, self.on) and not isinstance(error, _FINAL_ERRORS)
 
     def delays(self, rng: random.Random | None = None) -> Iterator[float]:
         """Return the seconds to wait before each further attempt."""
@@ -84,5 +84,5 @@ def last_error() -> str:
     if not errors:
         return ""
     is_one = len(errors) == 1
-    what = "one read is" if is_one else f"{len(errors)} reads are"
-    return f"{what} being retried after: {errors[-1]}"
+    reads = "one read is" if is_one else f"{len(errors)} reads are"
+    return f"{reads} being retried after: {errors[-1]}"

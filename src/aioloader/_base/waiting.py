@@ -1,8 +1,8 @@
-"""Waiting, for threads and for tasks of any loop: both are woken.
+"""Waiting, for threads and for tasks of any loop.
 
-A signal that comes just before the main thread falls asleep does not wake it, and its
-handler runs when the thread next does. So a waiting thread looks up every second, and
-a loop of the main thread on which a task waits has a timer.
+A signal that arrives just before the main thread falls asleep does not wake it; its
+handler runs when the thread next runs. So a waiting thread wakes up every second, and a
+loop of the main thread on which a task waits has a timer.
 """
 
 import asyncio
@@ -28,9 +28,9 @@ running_loop: Final = asyncio._get_running_loop  # noqa: SLF001
 
 
 class Waiters:
-    """The tasks of any loop and the threads that wait for a condition.
+    """The threads, and the tasks of any loop, that wait until ``is_true`` holds.
 
-    That is ``is_true``; a subclass may define it as a method.
+    A subclass may define ``_is_true`` as a method.
     """
 
     _is_true: Callable[[], bool]
@@ -96,7 +96,7 @@ class Waiters:
             return True
 
     def _leave(self, wake: Callable[[], object]) -> bool:
-        """Stop waiting; return whether it was not woken. Else pass the wake on."""
+        """Stop waiting; return True if not woken. Otherwise pass the wake-up on."""
         with self.lock:
             if wake in self._wakes:
                 self._wakes.remove(wake)
@@ -116,13 +116,13 @@ class Latch(Waiters):
     _is_true = is_set
 
     def set(self) -> None:
-        """Open for good and wake all."""
+        """Set the latch for good, and wake all waiters."""
         self._is_set = True
         self.wake()
 
 
 class _LookUp:
-    """A timer on a loop of the main thread, as long as its tasks wait."""
+    """A timer on a loop of the main thread that runs while tasks wait there."""
 
     _waits, _is_on = 0, False
 
@@ -149,9 +149,9 @@ def looking_up(loop: asyncio.AbstractEventLoop) -> AbstractContextManager[object
     """Return the context in which a task of ``loop``, which runs here, waits."""
     if threading.current_thread() is not threading.main_thread():
         return _NOTHING
-    if (found := _LOOK_UPS.get(loop)) is None:
-        found = _LOOK_UPS[loop] = _LookUp()
-    return found
+    if (timer := _LOOK_UPS.get(loop)) is None:
+        timer = _LOOK_UPS[loop] = _LookUp()
+    return timer
 
 
 def call_threadsafe(
@@ -170,10 +170,9 @@ def call_threadsafe(
 
 
 def context_elsewhere() -> contextvars.Context:
-    """Return a copy of the current context, for code that runs in another thread.
+    """Return a copy of the current context for code that runs in another thread.
 
-    sniffio, which anyio uses if it is installed, may keep the name of the caller's
-    async library in it, which does not apply there.
+    In it sniffio, which anyio may use, does not name the caller's async library.
     """
     context = contextvars.copy_context()
     sniffio = sys.modules.get("sniffio")

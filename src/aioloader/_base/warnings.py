@@ -3,7 +3,7 @@
 import inspect
 import warnings
 
-# What runs between the user's line and where a warning is issued.
+# Packages whose frames lie between the user's line and the call of ``warn``.
 _BETWEEN = {
     *("aioloader", "asyncio", "uvloop", "anyio"),
     *("concurrent", "contextlib", "threading", "weakref"),
@@ -16,5 +16,5 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
         if str(frame.f_globals.get("__name__")).partition(".")[0] not in _BETWEEN:
             break
         frame, level = frame.f_back, level + 1
-    # On our threads there is no user's line: use the caller's.
+    # On a thread of the loader no frame is the user's: use the caller's line.
     warnings.warn(message, category, stacklevel=2 if frame is None else level)

@@ -1,8 +1,8 @@
 """``aioloader bench``: the user's loader against torch's with the same arguments.
 
-Both iterate alternately, round after round, in this process; results are medians, and
-ratios are taken within a round. Features that torch lacks are left out, or replaced,
-and listed in notes.
+Both loaders run in this process, in alternating rounds; results are medians, and
+ratios compare two rounds in a row. Notes list the features that torch lacks, which are
+left out or replaced.
 """
 
 import gc
@@ -35,7 +35,7 @@ from aioloader.protocols import (
 )
 
 _END = object()
-# Of one loader in one round, by the names in ``_table``.
+# Results of one loader in one round, by the names in ``_table``.
 Figures: TypeAlias = dict[str, float]
 _SAME = [
     *("dataset", "collate_fn", "pin_memory", "worker_init_fn", "generator"),
@@ -96,26 +96,26 @@ def _find_loader(name: str) -> DataLoader[Any]:
     module_name, colon, path = name.partition(":")
     if not (module_name and colon and path):
         raise ArgumentTypeError(f"name the loader like train:loader, got {name!r}")
-    found = find_object(module_name, path)
-    if callable(found) and not isinstance(found, torch.utils.data.DataLoader):
+    loader = find_object(module_name, path)
+    if callable(loader) and not isinstance(loader, torch.utils.data.DataLoader):
         with users(f"{name}() raised"):
-            found = found()
+            loader = loader()
         name = f"the result of {name}()"
-    if inspect.iscoroutine(found):
-        found.close()
+    if inspect.iscoroutine(loader):
+        loader.close()
         raise ArgumentTypeError(
             f"{name} is a coroutine: make the loader in a plain function"
         )
-    if not isinstance(found, DataLoader):
-        kind, whose = type(found).__name__, type(found).__module__.partition(".")[0]
+    if not isinstance(loader, DataLoader):
+        kind, whose = type(loader).__name__, type(loader).__module__.partition(".")[0]
         raise ArgumentTypeError(
             f"{name} is a {kind} of {whose}, and no aioloader.DataLoader"
         )
-    return found
+    return loader
 
 
 def find_object(module_name: str, path: str) -> Any:
-    """Return what a module has by a name, which may be dotted."""
+    """Return an attribute of a module; ``path`` may be dotted."""
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     with users(f"importing {module_name} raised"):
@@ -135,14 +135,14 @@ def find_object(module_name: str, path: str) -> Any:
 
 
 @contextmanager
-def users(what: str) -> Iterator[None]:
-    """Mark errors raised by the user's code."""
+def users(call: str) -> Iterator[None]:
+    """Turn errors of the user's code into ``UserCodeError``."""
     try:
         yield
     except ArgumentTypeError:
         raise
     except Exception as error:
-        raise UserCodeError(f"{what} {type(error).__name__}: {error}") from error
+        raise UserCodeError(f"{call} {type(error).__name__}: {error}") from error
 
 
 def _one_round(source: Any, options: Namespace) -> Figures:
@@ -174,9 +174,9 @@ def _one_round(source: Any, options: Namespace) -> Figures:
 def _table(
     ours: Sequence[Figures], theirs: Sequence[Figures], size: float
 ) -> list[str]:
-    """Return a line per result, for ``size`` samples per batch.
+    """Return the table of results, with ``size`` samples per batch.
 
-    A ratio above 1 is better than torch, of which there is none if it cannot run this.
+    Ratios above 1 are better than torch. ``theirs`` is empty if torch cannot run this.
     """
     titles: list[tuple[str, str, Callable[[float], str]]] = [
         ("samples/s", "batches", lambda rate: f"{rate * size:,.4g}"),
@@ -186,13 +186,13 @@ def _table(
     ]
     rows = []
     for title, name, text in titles:
-        mine = [one[name] for one in ours]
+        mine = [figures[name] for figures in ours]
         row = [title, _median(mine, text)]
         if theirs:
-            other = [one[name] for one in theirs]
-            better = (mine, other) if name == "batches" else (other, mine)
+            torchs = [figures[name] for figures in theirs]
+            better = (mine, torchs) if name == "batches" else (torchs, mine)
             ratios = [a / b for a, b in zip(*better, strict=True) if b]
-            row += [_median(other, text), _median(ratios, "{:.2f}".format)]
+            row += [_median(torchs, text), _median(ratios, "{:.2f}".format)]
         rows.append(row)
     heads = ["", "aioloader", "torch", "ratio"] if theirs else ["", "aioloader"]
     return table(heads, rows)
@@ -200,16 +200,16 @@ def _table(
 
 def _median(results: Sequence[float], text: Callable[[float], str]) -> str:
     """Return the median of the known results as a text; "-" if there are none."""
-    known = [one for one in results if math.isfinite(one)]
+    known = [*filter(math.isfinite, results)]
     return text(median(known)) if known else "-"
 
 
 def twin_of(
     loader: DataLoader[Any],
 ) -> tuple["torch.utils.data.DataLoader[Any] | None", list[str]]:
-    """Return torch's loader for the same batches, and what is not compared, in words.
+    """Return torch's loader for the same batches, and notes on what differs.
 
-    None if torch cannot run this.
+    The loader is None if torch cannot make these batches.
     """
     if reason := _obstacle(loader):
         return None, [f"Not compared with torch's DataLoader: {reason}."]
@@ -229,16 +229,16 @@ def twin_of(
 
 
 def _obstacle(loader: DataLoader[Any]) -> str:
-    """Return why torch cannot run this; empty if it can."""
+    """Return why torch's loader cannot replace this one; empty if it can."""
     dataset = loader.dataset
     name = type(dataset).__name__
     if kind_of(dataset) is Kind.ASYNC_ITERABLE:
         return f"{name} is an async iterable, which torch cannot read"
     if reads_async(dataset):
         return f"{name} is read by coroutines, which torch cannot run"
-    for each in ("transform", "collate_fn"):
-        if is_async_function(argument(loader, each)):
-            return f"{each} is async, and torch cannot run it"
+    for function in ("transform", "collate_fn"):
+        if is_async_function(argument(loader, function)):
+            return f"{function} is async, and torch cannot run it"
     has_lifespan = argument(loader, "lifespan") is not None
     if has_lifespan or isinstance(dataset, HasLifespan):
         return f"{name} has a lifespan, which torch does not enter"
@@ -289,6 +289,5 @@ def _collate_transformed(
     is_batched: bool,  # noqa: FBT001  (of a partial)
     samples: Any,
 ) -> Any:
-    """Transform, then collate; workers get it pickled."""
-    made = [transform(one) for one in samples] if is_batched else transform(samples)
-    return collate(made)
+    """Transform, then collate; a module-level function, so that it can be pickled."""
+    return collate([*map(transform, samples)] if is_batched else transform(samples))

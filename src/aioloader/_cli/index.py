@@ -1,4 +1,4 @@
-"""``aioloader index``: where the samples of shards are, next to each or in one pack."""
+"""``aioloader index``: write where samples start, per shard or in one pack."""
 
 import asyncio
 import math
@@ -48,17 +48,17 @@ _SAVED_EVERY = 60.0
 
 
 def run(options: Namespace) -> None:
-    """Index shards; those of which an earlier run has an index are not read again."""
+    """Index shards, except those that an earlier run has indexed."""
     for path in options.shards:
         is_plain = is_local(path) and not (has_signs(path) or "{" in path)
         if is_plain and not Path(path).exists():
             raise ArgumentTypeError(f"there is no file {path!r}")
     kinds = {*map(find_kind, options.shards)}
     if len(kinds) > 1 or not kinds <= _STREAMS.keys():
-        found = ", ".join(sorted(kinds))
+        names = ", ".join(sorted(kinds))
         raise ArgumentTypeError(
             f"X must be tars, lines (.jsonl, .txt), or directories of MDS shards, all "
-            f"of one kind, got {found}"
+            f"of one kind, got {names}"
         )
     kind = kinds.pop()
     if options.pack is None and not kind:
@@ -70,7 +70,7 @@ def run(options: Namespace) -> None:
 
 
 async def _index(stream: Any, options: Namespace) -> None:
-    """Write an index next to each shard, or of all; each minute what there is of it."""
+    """Write an index next to each shard, or a pack, which is saved every minute."""
     made_by: ByteFormat = stream.made_by
     of, pack, growing = indexed.kind_of(stream), options.pack, EdgesBuilder()
     before: dict[str, tuple[Numbers, Version]] = {}
@@ -83,10 +83,10 @@ async def _index(stream: Any, options: Namespace) -> None:
                 known = await indexed.pack_at(stream, pack)
                 before = known.by_name() if known.format == of else {}
         is_new, saved = not before.keys() >= {*names}, time.monotonic()
-        find = lambda at: _find(made_by, shards[at], before.get(names[at]))  # noqa: E731
-        found = in_order(find, range(len(shards)))
-        await stack.enter_async_context(aclosing(found))
-        async for numbers, version, is_there in found:
+        find = lambda i: _find(made_by, shards[i], before.get(names[i]))  # noqa: E731
+        indices = in_order(find, range(len(shards)))
+        await stack.enter_async_context(aclosing(indices))
+        async for numbers, version, is_there in indices:
             growing.add(numbers, version)
             done = len(growing)
             if pack is None:
@@ -98,8 +98,8 @@ async def _index(stream: Any, options: Namespace) -> None:
             elif done == len(shards) or (
                 is_new and time.monotonic() - saved > _SAVED_EVERY
             ):
-                some = IndexPack(names[:done], growing.done(), of)
-                await indexed.write(stream, pack, some.contents())
+                so_far = IndexPack(names[:done], growing.done(), of)
+                await indexed.write(stream, pack, so_far.contents())
                 saved = time.monotonic()
             _show(f"{done:,} of {len(shards):,} shards", options)
     if pack is not None:
@@ -110,27 +110,27 @@ async def _index(stream: Any, options: Namespace) -> None:
 async def _find(
     made_by: ByteFormat, shard: Any, before: tuple[Numbers, Version] | None = None
 ) -> tuple[Numbers, Version, bool]:
-    """Return where the samples of a shard are, its version, and if that was known.
+    """Return where a shard's samples start, its version, and whether that was known.
 
-    An index next to it is trusted if it is newer than the shard, and fits.
+    An index next to the shard is trusted if it is newer and fits.
     """
-    places, address = made_by.storage, made_by.address(shard)
-    now = await places.version(address)
+    storage, address = made_by.storage, made_by.address(shard)
+    now = await storage.version(address)
     if before is not None and now.is_marked and before[1].is_of(now):
         return *before, True
     if isinstance(made_by, MDSFormat):  # a shard starts with its index
         return await made_by.numbers(shard), now, False
     with suppress(DatasetError):  # there is none, or one of something else
-        beside = await places.version(sibling(address, index_name))
+        beside = await storage.version(sibling(address, index_name))
         if (beside.modified or 0) > (now.modified or math.inf):
-            numbers = await read_index(places, address)
+            numbers = await read_index(storage, address)
             if numbers is not None:
                 end = int(numbers[-1])
                 stop = max(1, min(end + 512, now.size))
-                rest, _ = await places.part(address, max(0, end - 1), stop, now)
+                rest, _ = await storage.part(address, max(0, end - 1), stop, now)
                 check_end(address, end, now.size, rest[min(end, 1) :])
                 return numbers, now, True
-    numbers, scanned = await indexed.scan_of(places, address, made_by.kind(shard))
+    numbers, scanned = await indexed.scan_of(storage, address, made_by.kind(shard))
     return numbers, scanned or now, False
 
 

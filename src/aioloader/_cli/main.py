@@ -1,6 +1,6 @@
-"""The command ``aioloader``: arguments in, an exit status out, errors in one line.
+"""The command ``aioloader``: its arguments, exit status and error lines.
 
-0: done; 1: failed while running; 2: wrong arguments; 130: interrupted.
+Status 0: done; 1: failed while running; 2: wrong arguments; 130: interrupted.
 """
 
 import math
@@ -93,7 +93,7 @@ examples:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command, by default that of this process; return the exit status."""
+    """Run a command, by default this process's; return the exit status."""
     options = _parser().parse_args(arguments)
     try:
         options.run(options)

@@ -41,7 +41,7 @@ def _make_writer(source: PackSource, options: Namespace) -> ShardWriter:
 async def write_all(
     source: PackSource, writer: ShardWriter | TokenWriter, options: Namespace
 ) -> int:
-    """Write the missing samples, show how many; return how many were there."""
+    """Write the missing samples and show progress; return how many were there."""
     is_seen = sys.stderr.isatty() and not options.quiet
     of = "" if source.count is None else f" of {source.count:,}"
     shown = 0.0

@@ -1,7 +1,7 @@
 """Sources to pack: folders, lists of files, and shards of other formats.
 
-Each yields samples from a given number on, in the same order in each run, and describes
-its contents, so that packing resumes only with the same ones.
+Each source yields samples from a given number on, in the same order in each run, and
+describes its contents, so that packing resumes only with the same samples.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ _TEXTS = _ROWS | {"txt": TextDataset}
 _ENDING = re.compile(
     r"\.(jsonl|ndjson|parquet|tar|txt)(\.(gz|zst|bz2|xz))?$", re.IGNORECASE
 )
-# The key of a sample, and its files: column or extension to index.
+# A sample's key, and its files: column or extension to index in the dataset.
 Plan: TypeAlias = tuple[dict[str, Any], dict[str, int]]
 
 
@@ -52,7 +52,7 @@ class PackSource:
     stream: Callable[[int], Stream[Any]]
     metadata: dict[str, Any]  # their origin, for the writer
     count: int | None = None
-    fitted: Callable[[Any], Any] = dict  # one, as the writer takes it
+    fitted: Callable[[Any], Any] = dict  # turns a sample into the writer's form
     # Entered while they are read.
     lifespan: AbstractAsyncContextManager[Any] = field(default_factory=nullcontext)
     notes: list[str] = field(default_factory=list)  # for the user, at the end
@@ -86,9 +86,9 @@ def find_source(options: Namespace) -> PackSource:
 
 def find_kind(src: str) -> str:
     """Return the ending that decides how SRC is read; empty for folders."""
-    found = re.search(_ENDING, name_of(src))
+    ending = re.search(_ENDING, name_of(src))
     is_folder = "://" not in src and Path(src).is_dir()
-    return found[1].lower() if found and not is_folder else ""
+    return ending[1].lower() if ending and not is_folder else ""
 
 
 def _refuse(options: Namespace, *names: str) -> None:
@@ -135,10 +135,10 @@ def _files(
     read: Callable[[int], Awaitable[Any]] | None = None,
     **metadata: Any,
 ) -> PackSource:
-    """Return samples made of files, several of which are read at a time.
+    """Return samples made of files, which are read several at a time.
 
-    ``read`` reads a file in place of the dataset; ``metadata`` is the samples' origin,
-    besides the names of the files.
+    ``read`` replaces the dataset's ``__getitem__``; ``metadata`` describes the samples'
+    origin besides the names of the files.
     """
     read_file = read or dataset.__getitem__
     order: Sequence[int] = range(count)
@@ -163,30 +163,31 @@ def _files(
 
 
 def _grouped(dataset: Named, options: Namespace) -> PackSource:
-    """Return samples of the files whose names are equal up to the first dot."""
-    found = []
-    for at, name in enumerate(dataset.names):
+    """Group files whose names are equal up to the first dot into samples."""
+    members = []
+    for number, name in enumerate(dataset.names):
         folder, slash, base = name.rpartition("/")
         stem, _, extension = base.partition(".")
         if stem and extension:
-            found.append((f"{folder}{slash}{stem}".lstrip("/"), extension, at))
-    if not found:
+            key = f"{folder}{slash}{stem}".lstrip("/")
+            members.append((key, extension, number))
+    if not members:
         raise ArgumentTypeError(
             f"no file in {options.src!r} has a name with an extension, which "
             "names the member: rename the files"
         )
-    found.sort()
-    bare = len(dataset.names) - len(found)
+    members.sort()
+    bare = len(dataset.names) - len(members)
     samples = [
-        (key, [one[1:] for one in files])
-        for key, files in itertools.groupby(found, operator.itemgetter(0))
+        (key, [(extension, number) for _, extension, number in files])
+        for key, files in itertools.groupby(members, operator.itemgetter(0))
     ]
 
     def plan(number: int) -> Plan:
-        key, members = samples[number]
-        parts = dict(members)
-        if len(parts) < len(members):
-            twice = [extension for extension, _ in members]
+        key, files = samples[number]
+        parts = dict(files)
+        if len(parts) < len(files):
+            twice = [extension for extension, _ in files]
             raise ValueError(
                 f"two files are for the same member of {key!r}: {twice}; rename one"
             )
@@ -199,9 +200,9 @@ def _grouped(dataset: Named, options: Namespace) -> PackSource:
 
 
 def _labelled(folders: ClassFolders, options: Namespace) -> PackSource:
-    """Return images with the number of their folder, as members or as rows."""
+    """Label each image with the number of its folder, as members or as rows."""
     names, labels = folders.names, folders.targets
-    keys = NameTable(_unlike(names)) if options.format == "tar" else None
+    keys = NameTable(_unique_keys(names)) if options.format == "tar" else None
 
     def plan(number: int) -> Plan:
         name, label = names[number], labels[number]
@@ -224,8 +225,8 @@ def _labelled(folders: ClassFolders, options: Namespace) -> PackSource:
     return source
 
 
-def _unlike(names: Iterable[str]) -> Iterator[str]:
-    """Yield a unique key for each name, without ending and dots.
+def _unique_keys(names: Iterable[str]) -> Iterator[str]:
+    """Yield a unique key for each name, without its ending and dots.
 
     Names of one folder must be adjacent.
     """
@@ -244,7 +245,7 @@ def _unlike(names: Iterable[str]) -> Iterator[str]:
 
 
 def _rows(kind: str, options: Namespace) -> PackSource:
-    """Return the samples of shards; those before the first one are read again."""
+    """Return the samples of shards; a resumed run reads earlier samples again."""
     _refuse(options, "class_folders", "glob", "shuffle")
     stream = _open_shards(_STREAMS[kind], options)
     metadata = {"kind": type(stream).__name__, **_origin_of(stream, options.src)}
@@ -253,7 +254,7 @@ def _rows(kind: str, options: Namespace) -> PackSource:
 
 
 def find_texts(options: Namespace, tokenizer: Any) -> PackSource:
-    """Return the tokens of the texts in SRC; those before the first are only read."""
+    """Return the tokens of the texts in SRC; a resumed run rereads earlier texts."""
     kind = find_kind(options.src)
     if kind not in _TEXTS:
         raise ArgumentTypeError(
@@ -290,7 +291,7 @@ def _open_shards(kind: Any, options: Namespace, **more: Any) -> Stream[Any]:
 
 
 def _origin_of(stream: Any, src: str) -> dict[str, Any]:
-    """Return what tells SRC from other sources: its place, and its shards' names."""
+    """Return what identifies SRC: its place and the names of its shards."""
 
     async def listed() -> Any:
         async with AsyncExitStack() as stack:

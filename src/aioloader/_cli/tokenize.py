@@ -16,8 +16,7 @@ from aioloader._cli.pack import write_all
 from aioloader._cli.sources import find_texts
 from aioloader.datasets.tokens import TokenWriter
 
-# The largest number that the type of two bytes holds.
-_SMALL = (1 << 16) - 1
+_MAX_UINT16 = (1 << 16) - 1
 
 
 def run(options: Namespace) -> None:
@@ -43,7 +42,7 @@ def run(options: Namespace) -> None:
 
 
 def _find_tokenizer(name: str) -> Any:
-    """Return the tokenizer that a file, a directory, the Hub or a module has."""
+    """Load a tokenizer from a file, a directory, the Hub or a module."""
     if re.fullmatch(r"[\w.]+:[\w.]+", name):
         return _named(find_object(*name.split(":")), name)
     path = Path(name)
@@ -62,7 +61,7 @@ def _find_tokenizer(name: str) -> Any:
 
 
 def _named(tokenizer: Any, name: str) -> Any:
-    """Return a tokenizer; errors of a plain function say which one raised them."""
+    """Return the tokenizer; wrap a plain function so that its errors name it."""
     if not inspect.isfunction(tokenizer) or inspect.iscoroutinefunction(tokenizer):
         return tokenizer
 
@@ -84,15 +83,15 @@ def _module(name: str) -> Any:
 def _vocabulary(tokenizer: Any) -> dict[str, int]:
     """Return the numbers of tokens by their texts; a function has none."""
     get = getattr(tokenizer, "get_vocab", dict)
-    found: dict[str, int] = get()
-    return found
+    numbers: dict[str, int] = get()
+    return numbers
 
 
 def _dtype_for(tokenizer: Any) -> str:
     vocabulary = _vocabulary(tokenizer)
     if not vocabulary:
         raise ValueError("--dtype is needed with a function: its vocabulary is unknown")
-    return "uint16" if max(vocabulary.values()) <= _SMALL else "int32"
+    return "uint16" if max(vocabulary.values()) <= _MAX_UINT16 else "int32"
 
 
 def _number_of(token: str, tokenizer: Any) -> int:

@@ -1,9 +1,9 @@
 """Collate samples to a batch: keep the structure, stack the leaves.
 
-The rules, the messages and the extension points are torch's. The traversal is our own,
-because torch's searches its registry and builds a tensor for every array. If a user has
-extended the registry (``default_collate_fn_map``), torch's own function is called.
-Large leaves are written to recycled memory if a pipeline lends some.
+The rules, the messages and the extension points are torch's. The traversal is new:
+torch's searches its registry and builds a tensor for every array. If a user has
+extended that registry (``default_collate_fn_map``), torch's function is called. Large
+leaves are written to recycled memory if a pipeline lends it.
 """
 
 import copy
@@ -34,16 +34,16 @@ from aioloader._transport.slots import MIN_BYTES, Allocator
 Collate: TypeAlias = Callable[[Sequence[Any]], Any]
 
 default_convert: Callable[[Any], Any] = torch_convert
-# In place of torch's own, under whose name a program may have put another function.
+# Replacements of torch's functions; a program may have replaced them, too.
 OURS: dict[Any, Any] = {}
 
 
-# By thread: ``lease``, by which it may allocate batches.
+# By thread: ``lease``, which allocates the memory of batches.
 _LENT = threading.local()
 
 
 def collated(lease: Allocator, collate_fn: Callable[[Any], Any], samples: Any) -> Any:
-    """Return a batch, for which ``default_collate`` may allocate by ``lease``."""
+    """Call ``collate_fn``; ``default_collate`` in it may allocate by ``lease``."""
     before = getattr(_LENT, "lease", None)
     _LENT.lease = lease
     try:
@@ -84,8 +84,8 @@ OURS[torch_collate] = default_collate
 def varlen_collate(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Collate packed samples to a flat batch, for attention within documents.
 
-    A document starts where ``position_ids`` are 0, and where a sample does; padding is
-    one, too. The names are those of Hugging Face's and FlashAttention's
+    A document starts where ``position_ids`` are 0, and at each sample; padding counts
+    as a document. The names are those of Hugging Face's and FlashAttention's
     ``flash_attn_varlen_func``.
 
     Args:
@@ -98,10 +98,10 @@ def varlen_collate(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         ``max_seqlen``, the length of the longest document, an int.
 
     Raises:
-        KeyError: If samples have no ``position_ids``, or others than the first one.
+        KeyError: If a sample has no ``position_ids``, or other names than the first.
         ValueError: If the arrays of a sample differ in length.
     """
-    rows = [_flat(at, sample, samples[0]) for at, sample in enumerate(samples)]
+    rows = [_flat(number, sample, samples[0]) for number, sample in enumerate(samples)]
     batch: dict[str, Any] = {
         name: _joined([row[name] for row in rows]) for name in rows[0]
     }
@@ -114,12 +114,12 @@ def varlen_collate(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _flat(
-    at: int, sample: Mapping[str, Any], first: Mapping[str, Any]
+    number: int, sample: Mapping[str, Any], first: Mapping[str, Any]
 ) -> dict[str, np.ndarray[Any, Any]]:
-    """Return the arrays of sample ``at``, all of one length."""
+    """Return a sample's arrays, all of one length."""
     if sample.keys() != first.keys() or "position_ids" not in sample:
         raise KeyError(
-            f"sample {at} of the batch has {[*sample]}; varlen_collate needs "
+            f"sample {number} of the batch has {[*sample]}; varlen_collate needs "
             f"'position_ids', and the same names in all samples: the first one has "
             f"{[*first]}"
         )
@@ -131,7 +131,7 @@ def _flat(
     if len(shape) != 1 or any(array.shape != shape for array in arrays.values()):
         shapes = {name: array.shape for name, array in arrays.items()}
         raise ValueError(
-            f"sample {at} of the batch has arrays of the shapes {shapes}; "
+            f"sample {number} of the batch has arrays of the shapes {shapes}; "
             "varlen_collate needs one dimension and one length: one entry per token"
         )
     return arrays
@@ -270,7 +270,7 @@ def _array(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]
 
 
 def _lent(nbytes: int) -> Any:
-    """Return lent memory, as a buffer; None if that is small, or none is lent."""
+    """Return a lent buffer; None if ``nbytes`` is small, or nothing is lent."""
     lease: Allocator | None = getattr(_LENT, "lease", None)
     return None if nbytes < MIN_BYTES or lease is None else lease(nbytes)
 
@@ -293,7 +293,7 @@ def _has_default_device() -> bool:
 def _numbers(samples: Sequence[float]) -> torch.Tensor:
     """Return a tensor of numbers, made through an array: three times as fast.
 
-    Torch handles mixed types and integers of more than 64 bits, for its error messages.
+    Torch gets mixed types and integers above 64 bits, for its error messages.
     """
     is_float = isinstance(samples[0], float)
     if {*map(type, samples)} <= {int, float} and not _has_default_device():
@@ -323,8 +323,8 @@ def _strings(samples: Sequence[Any]) -> Sequence[Any]:
 
 
 _SCALARS = (np.bool_, np.number, np.object_)
-# Leaves, torch's rules and ours, in torch's order: numpy's float64 is a float, but a
-# numpy scalar first.
+# Leaves with torch's rules and ours, in torch's order: numpy scalars before floats,
+# because numpy's float64 is a float, too.
 _LEAVES: tuple[tuple[Any, Any, Collate], ...] = (
     (torch.Tensor, torch_rules.collate_tensor_fn, _stack_tensors),
     (np.ndarray, torch_rules.collate_numpy_array_fn, _stack_arrays),
@@ -362,9 +362,9 @@ def _rule_for(value: object) -> Collate:
 
 
 def _is_buffer(value: object) -> bool:
-    """Return whether ``value`` is a read-only buffer, no scalar, and not iterable.
+    """Tell whether ``value`` is a read-only buffer, neither a scalar nor iterable.
 
-    ``collections.abc.Buffer`` needs Python 3.12.
+    (``collections.abc.Buffer`` needs Python 3.12.)
     """
     try:
         with memoryview(value) as memory:  # type: ignore[arg-type]
@@ -382,8 +382,8 @@ _NUMBERS = {int, float, bool, np.float32, np.float64, np.int32, np.int64, type(N
 def collates_quickly(collate_fn: Any, samples: Sequence[Any]) -> bool:
     """Tell whether ``collate_fn`` takes a fraction of a millisecond for ``samples``.
 
-    True for this module's rules and a few small samples. False if the caller's thread
-    has a default device: other batches are made in a thread that has none.
+    It does with this module's rules and a few small samples. False if the caller's
+    thread has a default device, because the thread of other batches has none.
     """
     is_known = collate_fn is default_collate or collate_fn is default_convert
     if not (is_known and samples and collates_as_torch()) or _has_default_device():
@@ -405,5 +405,5 @@ def _size_of(sample: Any) -> tuple[int, int]:
     if cls in {tuple, list, dict} and len(sample) <= _FEW_FIELDS:
         values = sample.values() if cls is dict else sample
         sizes = [_size_of(value) for value in values]
-        return 1 + sum(one for one, _ in sizes), sum(nbytes for _, nbytes in sizes)
+        return 1 + sum(leaves for leaves, _ in sizes), sum(size for _, size in sizes)
     return _FEW_LEAVES + 1, 0

@@ -37,11 +37,11 @@ def _has_rows(tensor: torch.Tensor) -> bool:
 
 @functools.cache
 def _is_implemented(dtype: torch.dtype, dimensions: int) -> bool:
-    """Tell whether torch can select and copy rows: of vectors of uint16 it cannot."""
-    one = torch.empty((1,) * dimensions, dtype=dtype, device="cpu")
+    """Tell whether torch can select and copy rows; not those of uint16 vectors."""
+    tensor = torch.empty((1,) * dimensions, dtype=dtype, device="cpu")
     try:
-        one.index_select(0, torch.zeros(1, dtype=torch.int64, device="cpu"))
-        one.clone()
+        tensor.index_select(0, torch.zeros(1, dtype=torch.int64, device="cpu"))
+        tensor.clone()
     except RuntimeError:
         return False
     return True
@@ -50,7 +50,7 @@ def _is_implemented(dtype: torch.dtype, dimensions: int) -> bool:
 class UnreadSamples:
     """The samples of one batch, not read yet: ``default_collate`` gathers them.
 
-    The ``tensors`` are from ``gatherable``; any batch sampler yields the ``indices``.
+    ``tensors`` come from ``gatherable``, ``indices`` from any batch sampler.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], indices: Sequence[Any]) -> None:
@@ -72,7 +72,7 @@ class UnreadSamples:
                 index = torch.where(index < 0, index + len(tensors[0]), index)
             with contextlib.suppress(IndexError):  # raised below, with its numbers
                 return [_gather(tensor, index) for tensor in tensors]
-        samples = [tuple(tensor[at] for tensor in tensors) for at in indices]
+        samples = [tuple(tensor[i] for tensor in tensors) for i in indices]
         columns: list[torch.Tensor] = default_collate(samples)
         return columns
 
@@ -81,8 +81,8 @@ def _as_index(indices: Any) -> torch.Tensor | None:
     """Return ``indices`` as a 1-D int64 tensor; None unless all are integers."""
     try:
         # A copy, unless it is a tensor: arrays may be read-only.
-        known = isinstance(indices, torch.Tensor)
-        index = indices if known else torch.tensor(indices, device="cpu")
+        is_tensor = isinstance(indices, torch.Tensor)
+        index = indices if is_tensor else torch.tensor(indices, device="cpu")
     except (TypeError, ValueError, RuntimeError):  # e.g. slices
         return None
     is_whole = not index.is_floating_point() and index.dtype is not torch.bool

@@ -14,7 +14,7 @@ NumpyArray: TypeAlias = np.ndarray[Any, Any]
 _TOKENS, _MASK = "input_ids", "attention_mask"
 # The label that torch's ``cross_entropy`` ignores.
 _IGNORED = -100
-_MOST = np.iinfo(np.int64).max
+_MAX_INT64 = np.iinfo(np.int64).max
 
 
 def pad_collate(
@@ -37,7 +37,7 @@ def pad_collate(
 
     Args:
         pad: Token that fills ``input_ids``.
-        multiple: The length is rounded up to a multiple of it (8, for tensor cores).
+        multiple: Rounds the length up, for example to a multiple of 8 for tensor cores.
 
     Raises:
         ValueError: If ``multiple`` is below 1. The function raises it if sequences of a
@@ -52,13 +52,13 @@ def pad_collate(
 
 
 def _collate(samples: Sequence[Any], *, pad: int, multiple: int) -> dict[str, Any]:
-    rows = [_entries(at, sample) for at, sample in enumerate(samples)]
+    rows = [_entries(number, sample) for number, sample in enumerate(samples)]
     first = rows[0]
-    for at, row in enumerate(rows):
+    for i, row in enumerate(rows):
         for entries, expected in zip(row, first, strict=True):
             if entries.keys() != expected.keys():
                 raise KeyError(
-                    f"sample {at} of the batch has {_named(row)}, and the first one "
+                    f"sample {i} of the batch has {_named(row)}, and the first one "
                     f"{_named(first)}"
                 )
     longest = max(len(sequences[_TOKENS]) for sequences, _ in rows)
@@ -73,8 +73,8 @@ def _collate(samples: Sequence[Any], *, pad: int, multiple: int) -> dict[str, An
     return batch
 
 
-def _entries(at: int, sample: Any) -> tuple[dict[str, NumpyArray], dict[str, Any]]:
-    """Return the sequences of sample ``at``, with a mask, and its other entries."""
+def _entries(row: int, sample: Any) -> tuple[dict[str, NumpyArray], dict[str, Any]]:
+    """Return a sample's sequences, with a mask, and its other entries."""
     entries = sample if isinstance(sample, Mapping) else {_TOKENS: sample}
     sequences: dict[str, NumpyArray] = {}
     for name, entry in entries.items():
@@ -82,58 +82,61 @@ def _entries(at: int, sample: Any) -> tuple[dict[str, NumpyArray], dict[str, Any
         if is_other or not hasattr(entry, "__len__") or getattr(entry, "ndim", 1) == 0:
             continue
         try:
-            found = np.asarray(entry)
+            array = np.asarray(entry)
         except (TypeError, ValueError) as error:
             raise TypeError(
-                f"sample {at} of the batch: {name!r} must be a sequence of numbers: "
+                f"sample {row} of the batch: {name!r} must be a sequence of numbers: "
                 f"{error}"
             ) from error
-        found = found if found.size else found.astype(np.int64)
-        if found.ndim != 1 or found.dtype.kind not in "iufb":
+        array = array if array.size else array.astype(np.int64)
+        if array.ndim != 1 or array.dtype.kind not in "iufb":
             raise TypeError(
-                f"sample {at} of the batch: {name!r} must be a sequence of numbers, "
-                f"got an array of shape {found.shape} and type {found.dtype}"
+                f"sample {row} of the batch: {name!r} must be a sequence of numbers, "
+                f"got an array of shape {array.shape} and type {array.dtype}"
             )
-        sequences[name] = found
+        sequences[name] = array
     if _TOKENS not in entries:
-        raise KeyError(f"sample {at} of the batch has no {_TOKENS!r}, but {[*entries]}")
+        raise KeyError(
+            f"sample {row} of the batch has no {_TOKENS!r}, but {[*entries]}"
+        )
     tokens = sequences.get(_TOKENS)
     if tokens is None or tokens.dtype.kind not in "iu":
         got = type(entries[_TOKENS]).__name__ if tokens is None else tokens.dtype
         raise TypeError(
-            f"sample {at} of the batch: {_TOKENS!r} must be a sequence of integers, "
+            f"sample {row} of the batch: {_TOKENS!r} must be a sequence of integers, "
             f"got {got}"
         )
-    for name, found in sequences.items():
-        if len(found) != len(tokens):
+    for name, array in sequences.items():
+        if len(array) != len(tokens):
             raise ValueError(
-                f"sample {at} of the batch: {name!r} has {len(found):,} entries, and "
+                f"sample {row} of the batch: {name!r} has {len(array):,} entries, and "
                 f"{_TOKENS!r} has {len(tokens):,}"
             )
     if _MASK not in entries:
         sequences[_MASK] = np.ones(len(tokens), np.int64)
-    return sequences, {k: one for k, one in entries.items() if k not in sequences}
+    return sequences, {k: entry for k, entry in entries.items() if k not in sequences}
 
 
 def _named(row: tuple[dict[str, NumpyArray], dict[str, Any]]) -> str:
-    sequences, others = row
-    return f"the sequences {[*sequences]} and the entries {[*others]}"
+    sequences, entries = row
+    return f"the sequences {[*sequences]} and the entries {[*entries]}"
 
 
 def _padded(
     column: Sequence[NumpyArray], shape: tuple[int, int], fill: int
 ) -> torch.Tensor:
-    typed = [one for one in column if len(one)] or column  # an empty list has no dtype
-    dtype = np.result_type(*{one.dtype for one in typed})
-    if all(one.dtype.kind in "iu" for one in typed):
+    # An empty list has no dtype.
+    typed = [array for array in column if len(array)] or column
+    dtype = np.result_type(*{array.dtype for array in typed})
+    if all(array.dtype.kind in "iu" for array in typed):
         dtype = np.dtype(np.int64)
-        large = (int(one.max()) for one in typed if one.dtype == np.uint64 and len(one))
-        if (most := max(large, default=0)) > _MOST:
+        large = (int(a.max()) for a in typed if a.dtype == np.uint64 and len(a))
+        if (most := max(large, default=0)) > _MAX_INT64:
             raise ValueError(f"a sequence has {most:,}, which is above int64's limit")
     batch = borrowed(shape, torch_dtype(dtype))
     if batch is None:
         batch = torch.empty(shape, dtype=torch_dtype(dtype), device="cpu")
-    for row, one in zip(batch.numpy(), column, strict=True):
-        row[: len(one)] = one
-        row[len(one) :] = fill
+    for row, array in zip(batch.numpy(), column, strict=True):
+        row[: len(array)] = array
+        row[len(array) :] = fill
     return batch

@@ -1,9 +1,9 @@
-"""The calls on streams, events and page-locked memory; nothing else makes them.
+"""All calls on streams, events and page-locked memory.
 
-One copy stream per loader. A copy is queued there and followed by an event; the
-consumer's own stream waits for the event on the device, and the allocator records that
-it uses the memory. No call here blocks, except ``adopt`` and copies to a device without
-streams.
+A loader has one copy stream. A copy is queued there and followed by an event; the
+consumer's current stream waits for the event on the device, and the allocator records
+that this stream uses the memory. No call blocks, except ``adopt``, and copies to a
+device without streams.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ class Accelerator:
         self._stream: Any = None  # made in the stage's thread: may take seconds
 
     def locker(self) -> Locker | None:
-        """Return what page-locks host memory in place, or None."""
+        """Return a function that page-locks host memory in place, or None."""
         return None
 
     def enter_thread(self) -> None:
@@ -60,14 +60,14 @@ class Accelerator:
         return not self.is_async or host.is_pinned()
 
     def staging(self, like: torch.Tensor) -> torch.Tensor:
-        """Return memory of torch's page-locked pool, which learns of each copy."""
+        """Return memory of torch's page-locked pool, which tracks its copies."""
         return torch.empty_like(like, device="cpu", pin_memory=self.is_async)
 
     def copy(self, host: torch.Tensor) -> torch.Tensor:
         return host.to(self.device, non_blocking=self.is_async)
 
     def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Block until tensors of other streams are made; use them in this one."""
+        """Block until other streams have made ``tensors``; use them in this one."""
         self._module.synchronize(self.device)
         for tensor in tensors if self.is_async else ():
             tensor.record_stream(self._module.current_stream(self.device))
@@ -107,9 +107,9 @@ class Accelerator:
 
     def _new_stream(self) -> Any:
         """Return a stream; None if copies must block."""
-        found = torch.accelerator.current_accelerator()
-        if found is None or found.type != self.device.type:
-            _LOG.info("copies to %s block: the accelerator is %s", self.device, found)
+        current = torch.accelerator.current_accelerator()
+        if current is None or current.type != self.device.type:
+            _LOG.info("copies to %s block: the accelerator is %s", self.device, current)
             return None
         try:
             stream: Any = torch.Stream(device=self.device)
@@ -145,9 +145,9 @@ class CudaAccelerator(Accelerator):
         self._is_refused = False
 
     def enter_thread(self) -> None:
-        """Prepare the thread; its allocations must not end captures elsewhere.
+        """Prepare the thread: its allocations must not end graph captures elsewhere.
 
-        By torch's default they would.
+        By default they would.
         """
         self._module.set_device(self.device)
         super().enter_thread()
@@ -183,7 +183,7 @@ class CudaAccelerator(Accelerator):
         return None
 
     def _unlock(self, address: int) -> None:
-        """Unlock memory; does nothing in a forked child, which has no locks."""
+        """Unlock memory; nothing to do in a forked child, which has no locks."""
         if os.getpid() == self._pid and not sys.is_finalizing():
             with self._module.device(self.device):
                 self._module.cudart().cudaHostUnregister(address)

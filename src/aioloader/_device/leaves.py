@@ -71,14 +71,14 @@ def entries_of(value: Any) -> dict[Any, Any]:
     if isinstance(value, Sequence):
         names = getattr(value, "_fields", range(len(value)))
         return dict(zip(names, value, strict=True))
-    names = [each.name for each in dataclasses.fields(value)]
+    names = [field.name for field in dataclasses.fields(value)]
     return {name: getattr(value, name) for name in names if hasattr(value, name)}
 
 
 def moves_itself(value: Any) -> bool:
     """Tell whether ``value`` is an object with a method ``to``.
 
-    Not a tokenizer's result, which has one too, but is only a dict of tensors.
+    A tokenizer's result has the method, too, but counts as the dict that it is.
     """
     is_dict = isinstance(value, (torch.Tensor, UserDict))
     return not is_dict and callable(getattr(type(value), "to", None))

@@ -2,8 +2,8 @@
 
 A large tensor in page-locked memory (a slot of an arena) is copied from there. One in
 pageable memory is staged: copied to page-locked memory first. Small ones are staged
-together and sent as one, because each transfer has a fixed cost. Objects that move
-themselves, and tensors that are not a plain block of memory, are moved by their ``to``.
+together and sent as one block, because each transfer has a fixed cost. Objects with a
+method ``to``, and tensors that are not a plain block of memory, are moved by ``to``.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ from aioloader._device.leaves import (
 from aioloader._device.naming import BatchKeys, BatchTransform, Choose
 
 # Up to this size tensors are packed, each with the alignment of the device's allocator.
-_SMALL: Final = 1 << 16
+_MAX_PACKED: Final = 1 << 16
 _ALIGN: Final = 512
 _DLPACK_CPU: Final = 1  # kDLCPU
 
@@ -55,7 +55,7 @@ class Moved:
         if port is not None:
             self.taken = port.hand_over(self.mark, self.arrived)
             if self.late:
-                copies = {id(one): _sent(one, port) for one in self.late}
+                copies = {id(leaf): _sent(leaf, port) for leaf in self.late}
                 batch = map_leaves(batch, lambda leaf: copies.get(id(leaf), leaf))
                 self.taken = port.mark()
         self.batch, self.arrived = None, ()
@@ -64,7 +64,7 @@ class Moved:
     def release(self) -> None:
         """Block until the copies have ended; release the sources.
 
-        Late leaves keep them until ``end``.
+        With late leaves the sources stay until ``end``.
         """
         if self.mark is not None:
             self.mark.synchronize()
@@ -83,7 +83,7 @@ class Mover:
     """Start the copies of batches to one device, in the stage's thread."""
 
     port: Accelerator | None  # the device; None if batches stay in host memory
-    keys: BatchKeys | None = None  # that of ``Device``
+    keys: BatchKeys | None = None  # as in ``Device``
     transform: BatchTransform | None = None  # run on the stream of the copies
     # Whether batches that stay on the host are page-locked, for consumers that move
     # them themselves.
@@ -102,11 +102,10 @@ class Mover:
     def move(self, batch: Any) -> Moved:
         """Start copying a batch.
 
-        Tensors that are already on a device stay where they are; one that occurs twice
-        is copied once. A batch that stays on the host is copied to torch's page-locked
-        memory, not left in a locked slot: a consumer may drop a batch during its copy
-        to the device, and torch waits for the copy only before it reuses its own pinned
-        memory.
+        Tensors that are already on a device stay there; a tensor that occurs twice is
+        copied once. A batch that stays on the host is copied to torch's page-locked
+        memory, and does not stay in a locked slot: a consumer may drop a batch during
+        its copy to the device, and torch only waits before it reuses its own memory.
         """
         port = self.port
         if port is None:
@@ -122,26 +121,26 @@ class Mover:
 
     def _begin(self, batch: Any, port: Accelerator) -> Moved:
         chosen = None if self.keys is None else _chooser(self.keys, batch)
-        found = _by_way(batch, chosen)
-        copies = {id(leaf): _copied(leaf, port) for leaf in found["large"]}
-        for leaf in found["movable"]:
+        leaves = _by_way(batch, chosen)
+        copies = {id(leaf): _copied(leaf, port) for leaf in leaves["large"]}
+        for leaf in leaves["movable"]:
             copies[id(leaf)] = _sent(_sendable(leaf, port), port)
         arrived = [*copies.values()]
-        if found["small"]:
-            block, parts = _copy_packed(found["small"], port)
+        if leaves["small"]:
+            block, parts = _copy_packed(leaves["small"], port)
             arrived.append(block)
-            copies.update(zip(map(id, found["small"]), parts, strict=True))
-        late = [_sendable(leaf, port) for leaf in found["late"]]
-        copies.update(zip(map(id, found["late"]), late, strict=True))
+            copies.update(zip(map(id, leaves["small"]), parts, strict=True))
+        late = [_sendable(leaf, port) for leaf in leaves["late"]]
+        copies.update(zip(map(id, leaves["late"]), late, strict=True))
         moved = map_leaves(batch, lambda leaf: copies.get(id(leaf), leaf), chosen)
         if self.transform is not None:
-            if found["resident"]:
-                port.adopt(found["resident"])
+            if leaves["resident"]:
+                port.adopt(leaves["resident"])
             moved = self._transformed(moved)
             made = _by_way(moved)
             _check_dense(made["resident"])
             arrived = [*made["resident"], *made["movable"]]
-        ahead = [*found["small"], *found["large"], *found["movable"]]
+        ahead = [*leaves["small"], *leaves["large"], *leaves["movable"]]
         return Moved(
             moved,
             port,
@@ -164,11 +163,11 @@ class Mover:
 
 
 def _by_way(batch: Any, chosen: Choose | None = None) -> defaultdict[str, list[Any]]:
-    """Return the leaves of a batch by how they are moved, each once."""
-    found: defaultdict[str, list[Any]] = defaultdict(list)
+    """Return the leaves of a batch, each once, grouped by ``_way_of``."""
+    leaves: defaultdict[str, list[Any]] = defaultdict(list)
     for leaf in {id(leaf): leaf for leaf in leaves_of(batch, chosen)}.values():
-        found[_way_of(leaf)].append(leaf)
-    return found
+        leaves[_way_of(leaf)].append(leaf)
+    return leaves
 
 
 def _way_of(leaf: Any) -> str:
@@ -182,7 +181,7 @@ def _way_of(leaf: Any) -> str:
         return "resident"
     if not _is_plain(leaf):
         return "late"
-    return "small" if leaf.nbytes <= _SMALL and leaf.is_contiguous() else "large"
+    return "small" if leaf.nbytes <= _MAX_PACKED and leaf.is_contiguous() else "large"
 
 
 def _copied(tensor: torch.Tensor, port: Accelerator) -> torch.Tensor:
@@ -202,14 +201,14 @@ def _sent(leaf: Any, port: Accelerator) -> Any:
 def _copy_packed(
     tensors: Sequence[torch.Tensor], port: Accelerator
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Copy small tensors as one; return its bytes and the tensors in them."""
+    """Copy small tensors as one block; return the block and the tensors in it."""
     sizes = [-(-tensor.nbytes // _ALIGN) * _ALIGN for tensor in tensors]
     *starts, size = itertools.accumulate(sizes, initial=0)
     staged = port.staging(torch.empty(size, dtype=torch.uint8, device="meta"))
 
     def parts(block: torch.Tensor) -> Iterator[torch.Tensor]:
-        for tensor, at in zip(tensors, starts, strict=True):
-            bits = block[at : at + tensor.nbytes]
+        for tensor, start in zip(tensors, starts, strict=True):
+            bits = block[start : start + tensor.nbytes]
             yield bits.view(tensor.dtype).view(tensor.shape)
 
     for tensor, part in zip(tensors, parts(staged), strict=True):
@@ -220,7 +219,7 @@ def _copy_packed(
 
 
 def _chooser(keys: BatchKeys, batch: Any) -> Choose:
-    """Return a function that tells by its key whether an entry of ``batch`` moves."""
+    """Return a function that tells by key which entries of ``batch`` move."""
     if is_leaf(batch):
         raise TypeError(
             "Device.keys needs batches with entries, such as dicts or tuples, and this "
@@ -258,9 +257,9 @@ def _is_on_host(leaf: Any) -> bool:
 def _storage_bytes(arrived: Sequence[Any]) -> int:
     """Return the device memory of tensors in bytes, counting shared memory once."""
     storages = {
-        one.untyped_storage().data_ptr(): one.untyped_storage().nbytes()
-        for one in arrived
-        if isinstance(one, torch.Tensor)
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+        for tensor in arrived
+        if isinstance(tensor, torch.Tensor)
     }
     return sum(storages.values())
 
@@ -278,7 +277,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _pinned(leaf: Any) -> Any:
-    """Return a leaf in page-locked memory if it is on the host and can be moved."""
+    """Return a copy in page-locked memory if the leaf is on the host."""
     if isinstance(leaf, torch.Tensor):
         can_pin = leaf.device.type == "cpu" and not leaf.is_quantized
         return leaf.pin_memory() if can_pin else leaf

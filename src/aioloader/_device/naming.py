@@ -1,4 +1,4 @@
-"""The meaning of ``device``, and the devices that torch sees, for its errors."""
+"""The argument ``device``: what it may be, and which device it names."""
 
 import operator
 import sys
@@ -11,7 +11,7 @@ from typing_extensions import TypeVar
 
 from aioloader.protocols import is_async_function
 
-# What the transform of a device makes; None without one.
+# The batch that ``Device.transform`` returns; None without a transform.
 Made_co = TypeVar("Made_co", covariant=True, default=None)
 Choose: TypeAlias = Callable[[Any], bool]
 BatchKeys: TypeAlias = Collection[Any] | Choose
@@ -74,7 +74,7 @@ class Device(Generic[Made_co]):
 
 
 def found_here(device: Any) -> "torch.device | Device[Any] | None":
-    """Return ``device``, a name or a ``Device``, with the device that it names."""
+    """Resolve the name in ``device``, which is a name or a ``Device``."""
     if isinstance(device, Device):
         return replace(device, name=device_of(device.name))
     return device_of(device)
@@ -99,29 +99,31 @@ def device_of(device: Any) -> torch.device | None:
         # The one that ``init_device_mesh`` has made current for this rank.
         module = torch.get_device_module(device.device_type)
         return torch.device(device.device_type, module.current_device())
-    found = _named(device)
-    if found.type == "cpu":
+    named = _named(device)
+    if named.type == "cpu":
         return None
-    count = _count(found.type)
-    if (found.index or 0) >= count:
+    count = _count(named.type)
+    if (named.index or 0) >= count:
         raise ValueError(
-            f"device={str(found)!r}: torch sees {seen()} here; pass one of these, "
+            f"device={str(named)!r}: torch sees {seen()} here; pass one of these, "
             "'auto', or leave device out to keep batches in host memory"
         )
-    return found
+    return named
 
 
 def is_mesh(value: object) -> bool:
-    """Tell whether it is a ``DeviceMesh``, without importing that module."""
+    """Tell whether ``value`` is a ``DeviceMesh``, without importing that module."""
     module = sys.modules.get("torch.distributed.device_mesh")
     return module is not None and isinstance(value, module.DeviceMesh)
 
 
 def place_in(mesh: Any, name: str) -> int:
-    """Return this process's place in a ``DeviceMesh``; ``name`` is the argument's.
+    """Return this process's coordinate in a ``DeviceMesh``.
+
+    ``name`` is the argument that the mesh was given for.
 
     Raises:
-        ValueError: If the mesh has several dimensions, or is one of other processes.
+        ValueError: If the mesh has several dimensions, or lacks this process.
     """
     if mesh.ndim != 1:
         names = mesh.mesh_dim_names or ("dp",)
@@ -144,11 +146,11 @@ def current_accelerator() -> torch.device | None:
 
 def seen() -> str:
     """Return the devices that torch sees, as text."""
-    found = current_accelerator()
-    if found is None:
+    accelerator = current_accelerator()
+    if accelerator is None:
         return "no device but the cpu"
-    last = _count(found.type) - 1
-    return f"cpu and {found.type}" + (f":0 to {found.type}:{last}" if last else "")
+    kind, last = accelerator.type, _count(accelerator.type) - 1
+    return f"cpu and {kind}" + (f":0 to {kind}:{last}" if last else "")
 
 
 def _named(device: Any) -> torch.device:

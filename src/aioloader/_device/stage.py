@@ -1,11 +1,10 @@
 """The stage between the pipeline and the consumer: moves batches ahead of time.
 
 A thread takes ready batches, starts their copies and passes them on at once; the
-consumer's stream waits for the copy on the device. A batch's host memory is held until
-its copy has ended, for at most two batches: the second is queued while the first is
-copied, so that there is no gap. (Leaves that are moved at delivery hold it longer.) The
-thread sleeps when nothing is requested, and when the device is several batches late:
-memory in use by the device cannot be reused.
+consumer's stream waits for the copy on the device. Host memory is held until its copy
+has ended, for at most two batches: the second copy is queued during the first, so there
+is no gap. (Leaves that are moved at delivery hold it longer.) The thread sleeps when
+nothing is requested, and when the device is several batches late.
 """
 
 import contextlib
@@ -30,8 +29,8 @@ from aioloader._pipeline.runner import GRACE
 class Staged:
     """A queue like ``ReadyQueue`` whose first few batches are already moved.
 
-    A batch is moved when fewer than ``depth`` moved ones wait for the consumer. So up
-    to ``depth`` are on the device in addition to the consumer's.
+    A batch is moved while fewer than ``depth`` moved batches wait for the consumer, so
+    up to ``depth`` are on the device in addition to the consumer's.
     """
 
     def __init__(
@@ -49,7 +48,7 @@ class Staged:
         self._taken: deque[Moved] = deque()
         self._has_started = self._is_stopped = False
         self._is_requested = False  # whether the consumer waits for the next item
-        self._room = Waiters(self._may_go_on)
+        self._room = Waiters(self._may_proceed)
         self._thread = CpuThread("aioloader-device")
 
     def pop_nowait(self) -> tuple[int, BatchResult] | None:
@@ -105,7 +104,7 @@ class Staged:
             self._wind_up()
 
     def _step(self) -> None:
-        """Move a batch, or release one that has arrived, or sleep."""
+        """Move a batch, or release a copied one, or sleep."""
         has_room = self._has_room()
         if has_room and not self._asked:
             self._asked = time.perf_counter()
@@ -125,7 +124,7 @@ class Staged:
             self._room.wait()
 
     def _move(self, number: int, result: BatchResult) -> None:
-        """Replace a batch in its result with its copy, or with an error."""
+        """Replace the batch in a result by its copy, or by an error."""
         while len(self._taken) > self._depth + 1:
             self._taken.popleft().end()
         began, asked = time.perf_counter(), self._asked
@@ -151,7 +150,7 @@ class Staged:
         self._counters.copies.append(Copy(number, asked, began, ended, nbytes))
 
     def _place(self, number: int, batch: Any) -> str:
-        """Return the error note for a batch, with what was to be moved."""
+        """Return the error note for a batch: how many tensors and bytes it has."""
         leaves = leaves_of(batch)
         sizes = [leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor)]
         epoch = self._counters.epoch
@@ -161,7 +160,7 @@ class Staged:
         )
 
     def _wind_up(self) -> None:
-        """Release everything that will not be requested."""
+        """Release all batches that will not be requested."""
         if self._is_stopped:
             self._ready.close()
         while self._in_flight:
@@ -175,5 +174,5 @@ class Staged:
     def _has_room(self) -> bool:
         return len(self._ready) < self._depth + self._is_requested
 
-    def _may_go_on(self) -> bool:
+    def _may_proceed(self) -> bool:
         return self._is_stopped or bool(self._in_flight) or self._has_room()

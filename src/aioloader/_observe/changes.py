@@ -11,29 +11,29 @@ from aioloader._base.records import RecordedSettings
 from aioloader._observe.costs import Costs
 from aioloader._observe.pace import window_of
 
-_MOST_READS = 1024
+_MAX_READS = 1024
 # From this many concurrent reads on, fewer and larger reads are the better advice.
 _MANY_READS = 256
 # Coroutines of an async dataset, by default.
 _CONCURRENCY = 64
 # Time to read small files that are packed into shards, as a share of the time without.
-_PACKED = 0.1
+_PACKED_SHARE = 0.1
 # Reading waits for a store if at most this share of it is processor time, and a sample
-# waits for as many seconds: what coroutines cost is less.
-_WAITS, _LEAST_WAIT = 0.3, 100e-6
-# Seconds of each epoch in which workers start: in all, and for each of them
+# waits for at least so many seconds, which is more than a coroutine costs.
+_MAX_CPU_SHARE, _LEAST_WAIT = 0.3, 100e-6
+# Seconds in which workers start in each epoch: for all together, and for each
 # (benchmarks/startup.py).
-_START, _START_EACH = 0.1, 0.02
+_START_SECONDS, _WORKER_SECONDS = 0.1, 0.02
 # Seconds in which a process that was not forked imports torch: 1.3 on a quiet machine,
 # 5 on a busy one. A fork server does it once in a program.
-_IMPORT = 2.0
+_IMPORT_SECONDS = 2.0
 # Seconds that the consumer needs for a small batch from another process: 7,000 batches
 # per second (benchmarks/transport.py, pairs).
-_SENT = 0.00014
+_PROCESS_HAND_OVER = 0.00014
 # The same for a batch from another thread: 22,000 per second.
-_HANDED = 0.000045
+_THREAD_HAND_OVER = 0.000045
 # Batches vary strongly if one in twenty takes this many times the median.
-_VARIES = 2.0
+_UNEVEN = 2.0
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,8 @@ class Change:
 def changes(
     costs: Costs, setting: RecordedSettings, start: float = 0.0
 ) -> Iterator[Change]:
-    """Return the changes that suit a loader, smaller ones of a kind first."""
-    found = chain(
+    """Yield the changes that suit a loader; of a kind, the smallest first."""
+    candidates = chain(
         _starts(costs, setting, start),
         _windows(costs, setting),
         _reads(costs, setting),
@@ -63,7 +63,7 @@ def changes(
         _workers(costs, setting),
         _datasets(costs, setting),
     )
-    return (one for one in found if one.argument not in setting.fixed)
+    return (change for change in candidates if change.argument not in setting.fixed)
 
 
 def _starts(costs: Costs, setting: RecordedSettings, start: float) -> Iterator[Change]:
@@ -80,7 +80,7 @@ def _windows(costs: Costs, setting: RecordedSettings) -> Iterator[Change]:
     if setting.place == "inline":
         why = "a thread makes batches while the step runs"
         beside = replace(setting, place="thread", window=2)
-        costs = replace(costs, step=costs.step + _HANDED)
+        costs = replace(costs, step=costs.step + _THREAD_HAND_OVER)
         yield Change("prefetch_factor", 0, 2, why, 1, beside, costs)
         return
     readers, on_device = max(1, setting.workers), setting.on_device
@@ -100,7 +100,7 @@ def _reads(costs: Costs, setting: RecordedSettings) -> Iterator[Change]:
     where = "in the transform" if setting.transforms_async else "for the store"
     why = f"samples wait {where}, and more of them can wait at the same time"
     for new in (2 * old, 4 * old, 8 * old, 16 * old):
-        if new <= _MOST_READS:
+        if new <= _MAX_READS:
             wider = replace(setting, concurrency=new)
             yield Change("concurrency", old, new, why, 1, wider, costs)
 
@@ -132,7 +132,7 @@ def _orders(costs: Costs, setting: RecordedSettings) -> Iterator[Change]:
     if is_single or not setting.in_order or setting.window == 0:
         return
     usual, slow = np.quantile(costs.slowest + costs.make, (0.5, 0.95))
-    if slow > _VARIES * usual or max(costs.slow, default=1.0) > _VARIES:
+    if slow > _UNEVEN * usual or max(costs.slow, default=1.0) > _UNEVEN:
         why = "batches that are ready do not wait for a slow one before them"
         free = replace(setting, in_order=False)
         old, new = setting.in_order, free.in_order
@@ -144,21 +144,22 @@ def _workers(costs: Costs, setting: RecordedSettings) -> Iterator[Change]:
     if setting.place == "workers" and setting.is_shared:
         why = "threads take turns at the interpreter's lock, processes do not"
         apart = replace(setting, worker_kind="process")
-        starts = _first_start(setting) + _START_EACH * old
+        starts = _first_start(setting) + _WORKER_SECONDS * old
         yield Change("workers", kind, "process", why, 3, apart, costs, starts)
     why = "more batches are made at the same time"
     if setting.is_replicated:
         why += ", if __iter__ yields each worker its own part (get_worker_info())"
     numbers = {2, 4, 8, 16, 32, setting.cores, 2 * old}
     is_kept = old and (setting.is_persistent or kind != "process")
-    start, each = 0.0 if old else _first_start(setting), 0.0 if is_kept else _START_EACH
+    start = 0.0 if old else _first_start(setting)
+    each = 0.0 if is_kept else _WORKER_SECONDS
     if not old:
-        costs = replace(costs, step=costs.step + _SENT)
+        costs = replace(costs, step=costs.step + _PROCESS_HAND_OVER)
         if setting.epochs_before:
             why += "; persistent_workers=True starts them once, not in each epoch"
     for new in sorted(n for n in numbers if max(1, old) < n <= setting.cores):
         wider = _with_workers(setting, new)
-        if wider.reading_lanes > _MOST_READS:
+        if wider.reading_lanes > _MAX_READS:
             return
         starts = start + each * (new - old)
         yield Change("num_workers", old, new, why, 3, wider, costs, starts)
@@ -170,7 +171,7 @@ def _first_start(setting: RecordedSettings) -> float:
     A program is expected to have as many more epochs as it had so far.
     """
     epochs = setting.epochs_before + 1 if setting.start_method == "forkserver" else 1
-    return _START + (setting.start_method != "fork") * _IMPORT / epochs
+    return _START_SECONDS + (setting.start_method != "fork") * _IMPORT_SECONDS / epochs
 
 
 def _with_workers(setting: RecordedSettings, number: int) -> RecordedSettings:
@@ -214,7 +215,7 @@ def _datasets(costs: Costs, setting: RecordedSettings) -> Iterator[Change]:
         yield Change("dataset", "plain", new, why, 4, asynchronous, costs)
     elif setting.reads_async and setting.concurrency >= _MANY_READS:
         why = "one request then brings many samples; assumed to take a tenth"
-        packed = costs.scaled("read", _PACKED)
+        packed = costs.scaled("read", _PACKED_SHARE)
         yield Change("dataset", "a read each", "shards", why, 4, setting, packed)
 
 
@@ -228,4 +229,4 @@ def waits_for_store(costs: Costs, setting: RecordedSettings) -> bool:
     read = costs.read.mean()
     busy = min(1.0, costs.read_cpu / max(1e-9, 1 - costs.delay)) * read
     samples = np.maximum(costs.reads, costs.samples).mean()
-    return bool(busy <= _WAITS * read and read - busy >= _LEAST_WAIT * samples)
+    return bool(busy <= _MAX_CPU_SHARE * read and read - busy >= _LEAST_WAIT * samples)

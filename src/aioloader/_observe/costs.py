@@ -1,4 +1,4 @@
-"""The durations of recorded batches, each alone in a normal worker."""
+"""How long each step of recorded batches takes, as if alone in a normal worker."""
 
 import sys
 from collections.abc import Sequence
@@ -19,20 +19,20 @@ from aioloader._observe.stages import (
 )
 
 # The latest batches that count.
-_MOST = 256
+_MAX_BATCHES = 256
 # A worker is slow if it takes this many times as long as others.
 _SLOW = 2.0
 # The GIL is contended if batches of this process take this many seconds to arrive,
 _LATE = 1e-3
 # or if this share of steps, and this many times more than by chance, end
-_SHARE, _TIMES = 0.2, 4
+_LATE_SHARE, _TIMES_CHANCE = 0.2, 4
 # within this many seconds after a batch is made, which releases it.
-_AT_ONCE = 3e-4
+_JUST_AFTER = 3e-4
 # So many reads must have begun while few others ran, to tell whether they queue; and
 # this share of the readers must be busy.
-_ALONE, _CROWDED = 6, 0.75
+_ENOUGH_ALONE, _CROWDED = 6, 0.75
 # This share of uneven steps did not wait; others waited for at most this many turns.
-_QUICKEST, _TURNS = 0.05, 3
+_QUICKEST, _MAX_TURNS = 0.05, 3
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Costs:
         return float(read * self.read_cpu + make * self.make_cpu)
 
     def scaled(self, stage: str, factor: float) -> "Costs":
-        """Return the costs with the seconds of one stage multiplied."""
+        """Return the costs with the seconds of one stage multiplied by ``factor``."""
         fields = {
             "read": ("read", "slowest", "least"),
             "transform": ("transform", "awaited"),
@@ -87,10 +87,10 @@ class Costs:
         }
         names = fields.get(stage, (stage,))
         scaled = {name: getattr(self, name) * factor for name in names}
-        found = replace(self, **scaled)
+        costs = replace(self, **scaled)
         # Threads that compute less keep the GIL for less.
-        kept = found.cpu / max(1e-9, self.cpu)
-        return replace(found, locked=self.locked * kept, held=self.held * kept)
+        kept = costs.cpu / max(1e-9, self.cpu)
+        return replace(costs, locked=self.locked * kept, held=self.held * kept)
 
 
 def costs_of(
@@ -112,27 +112,29 @@ def costs_of(
         return None
     each = (records[-1].taken - records[0].taken) / (len(records) - 1)
     waits, slow = lock_waits(records, setting), slow_workers(records, setting)
-    asked = np.array([one.asked for one in records])
-    step = asked[1:] - [one.taken for one in records[:-1]] - waits
+    asked = np.array([record.asked for record in records])
+    step = asked[1:] - [record.taken for record in records[:-1]] - waits
     # Requests go out by number, whatever the order of delivery.
-    order = np.argsort([one.number for one in records])[:-1][-_MOST:]
+    order = np.argsort([record.number for record in records])[:-1][-_MAX_BATCHES:]
     moved, _ = transports(*until_copied(records, setting, copies))
     copy, nbytes = _copied(records, setting, copies, moved)
     if waits.any() or (setting.on_device and not copies):  # the GIL delays them too
         moved = moved * 0
-    made = np.array([one.made for one in records])[order]
+    made = np.array([record.made for record in records])[order]
     began, read, started, transformed, collated, busy, *_ = made.T
     awaited = np.zeros(len(order))
     if setting.transforms_async:
         awaited, busy, started = busy, awaited, transformed
-    factors = (slow[one.worker] if one.worker < len(slow) else 1.0 for one in records)
+    factors = (
+        slow[record.worker] if record.worker < len(slow) else 1.0 for record in records
+    )
     factor = np.array([*factors])[order]
     wall, transform = read - began, (transformed - started) / factor
     collate, coupled = (collated - transformed) / factor, setting.is_coupled
     if coupled:
         wall /= factor
     total = np.where((busy > 0) & (not coupled), busy, wall)
-    samples = np.maximum(1, [one.samples for one in records])[order]
+    samples = np.maximum(1, [record.samples for record in records])[order]
     reads = np.where((busy > 0) | coupled, samples, 1)
     even = slowest = total / reads
     if not coupled:
@@ -143,27 +145,27 @@ def costs_of(
         beyond = (wall - turns * even).clip(0) * max(0.0, spare)
         slowest = np.minimum(total, even + beyond)
     share, delay = measured_cpu(records, setting)
-    found = Costs(
+    costs = Costs(
         *(total, transform, collate, moved[order]),
-        *(step[-_MOST:] + hand_over(records, setting), _draws(records, setting)),
+        *(step[-_MAX_BATCHES:] + hand_over(records, setting), _draws(records, setting)),
         *(copy[order], slowest, awaited, reads, samples),
         is_measured=share > 0,
         delay=delay,
-        locked=float(waits[-_MOST:].mean()),
+        locked=float(waits[-_MAX_BATCHES:].mean()),
         nbytes=nbytes,
         slow=slow,
     )
     if share > 0:  # making uses it first
-        make, reading = found.make.mean(), total.mean() if coupled else 0.0
+        make, reading = costs.make.mean(), total.mean() if coupled else 0.0
         cpu = share * (make + reading)
-        found = replace(
-            found,
+        costs = replace(
+            costs,
             read_cpu=max(0.0, cpu - make) / reading if reading else 0.0,
             make_cpu=min(1.0, cpu / make) if make else 0.0,
         )
-    found = _limited(_read_unlocked(found, setting, each), setting, each, alone)
+    costs = _limited(_read_unlocked(costs, setting, each), setting, each, alone)
     takes_turns = setting.is_shared and setting.processors < setting.making_lanes
-    return _unlocked(found, setting, each) if takes_turns else found
+    return _unlocked(costs, setting, each) if takes_turns else costs
 
 
 def _draws(records: Sequence[BatchRecord], setting: RecordedSettings) -> Floats:
@@ -171,13 +173,13 @@ def _draws(records: Sequence[BatchRecord], setting: RecordedSettings) -> Floats:
 
     The requests of the first window are drawn while the first batch is waited for.
     """
-    drawn = np.array([one.drawn for one in records])
+    drawn = np.array([record.drawn for record in records])
     requests = len(records)
     if records[0].number:
         drawn, requests = drawn[1:], requests - 1
     elif setting.length and setting.window:
         requests = min(setting.length, requests + setting.window)
-    return np.full(min(_MOST, len(records) - 1), drawn.sum() / requests)
+    return np.full(min(_MAX_BATCHES, len(records) - 1), drawn.sum() / requests)
 
 
 def lock_waits(records: Sequence[BatchRecord], setting: RecordedSettings) -> Floats:
@@ -196,9 +198,9 @@ def lock_waits(records: Sequence[BatchRecord], setting: RecordedSettings) -> Flo
     none = np.zeros(max(0, len(records) - 1))
     if not (setting.is_shared and len(none)) or setting.on_device:
         return none
-    taken = np.array([one.taken for one in records])
-    asked = np.array([one.asked for one in records[1:]])
-    made = np.array([one.made for one in records])
+    taken = np.array([record.taken for record in records])
+    asked = np.array([record.asked for record in records[1:]])
+    made = np.array([record.made for record in records])
     begins, ends, cpu = made[:, setting.making_starts], made[:, 4], made[:, 6]
     steps, seconds = asked - taken[:-1], max(taken[-1] - taken[0], 1e-9)
     turn = sys.getswitchinterval()
@@ -207,17 +209,17 @@ def lock_waits(records: Sequence[BatchRecord], setting: RecordedSettings) -> Flo
     within = np.minimum(ends, asked[:, None]) - np.maximum(begins, begun[:, None])
     waits: Floats = np.minimum(asked - begun, within.clip(0).sum(1))
     since = asked[:, None] - ends
-    is_released = ((since > 0) & (since < _AT_ONCE)).any(1)
+    is_released = ((since > 0) & (since < _JUST_AFTER)).any(1)
     is_even = (abs(steps - np.median(steps)) < turn / 10).sum() > len(steps) / 3
     if is_even:
         waits[is_released] /= 2
     else:
         beyond = steps - np.quantile(steps, _QUICKEST)
-        waits = np.where(waits > 0, beyond.clip(0, _TURNS * turn), 0.0)
+        waits = np.where(waits > 0, beyond.clip(0, _MAX_TURNS * turn), 0.0)
     late = seen_transports(records, setting).values()
     is_late = bool(late) and np.median([*late]) >= _LATE
-    by_chance = _TIMES * len(records) * _AT_ONCE / seconds
-    if not is_late and is_released.mean() <= max(_SHARE, by_chance):
+    by_chance = _TIMES_CHANCE * len(records) * _JUST_AFTER / seconds
+    if not is_late and is_released.mean() <= max(_LATE_SHARE, by_chance):
         return none
     # A step that computes waits for no lock, whatever its length.
     making = np.median(cpu[cpu > 0]) * len(steps) if cpu.any() else 0.0
@@ -277,7 +279,7 @@ def _limited(
         return costs
     reads, few = float(costs.reads.mean()), max(1, setting.concurrency // 8)
     is_known = costs.read.mean() >= _CROWDED * setting.concurrency * each
-    if len(alone) < _ALONE or not is_known:
+    if len(alone) < _ENOUGH_ALONE or not is_known:
         return costs
     if 2 * np.quantile(alone, 0.9) > costs.read.mean() / reads:
         return costs
@@ -300,8 +302,8 @@ def _copied(
         return moved, 0.0
     seconds = copy_seconds(copies)
     usual = median(seconds.values())
-    found = [seconds.get(one.number, usual) for one in records]
-    return np.array(found), float(np.mean([one.nbytes for one in copies]))
+    each = [seconds.get(record.number, usual) for record in records]
+    return np.array(each), float(np.mean([copy.nbytes for copy in copies]))
 
 
 def slow_workers(
@@ -312,14 +314,15 @@ def slow_workers(
     It is 1 for workers that take less than twice as long: that may be chance.
     """
     seconds: dict[int, list[float]] = {}
-    for one in records if setting.place == "workers" else ():
-        seconds.setdefault(one.worker, []).append(plain_seconds(one, setting))
-    medians = {lane: median(each) for lane, each in seconds.items()}
+    for record in records if setting.place == "workers" else ():
+        seconds.setdefault(record.worker, []).append(plain_seconds(record, setting))
+    medians = {worker: median(each) for worker, each in seconds.items()}
     usual = median(medians.values()) if len(medians) > 2 else 0.0
     if not usual:
         return ()
-    factors = (medians.get(lane, usual) / usual for lane in range(max(medians) + 1))
-    return tuple(one if one > _SLOW else 1.0 for one in factors)
+    count = max(medians) + 1
+    factors = (medians.get(worker, usual) / usual for worker in range(count))
+    return tuple(factor if factor > _SLOW else 1.0 for factor in factors)
 
 
 def plain_seconds(record: BatchRecord, setting: RecordedSettings) -> float:
@@ -337,8 +340,8 @@ def measured_cpu(
     page faults or a disk than all others take. Zeros if none is measured.
     """
     shares, delays = [], []
-    for one in records:
-        took, (cpu, delayed) = plain_seconds(one, setting), one.made[6:]
+    for record in records:
+        took, (cpu, delayed) = plain_seconds(record, setting), record.made[6:]
         if cpu and took:
             shares.append(min(1.0, cpu / took))
             delays.append(min(1.0, delayed / took))

@@ -55,7 +55,7 @@ _METRICS = {
     ),
     "stage.duration": ("s", f"Time a stage takes for a batch: {_QUANTILES}."),
 }
-# Those of one epoch, to be added up; and all that never decrease.
+# Metrics of one epoch, to be added up; and all metrics that never decrease.
 _SUMS = ("batches", "wait.time", "failures", "retries")
 _COUNTERS = (*_SUMS, "worker.deaths", "worker.restarts")
 # How Prometheus' names end.
@@ -63,7 +63,7 @@ _ENDINGS = {"s": "_seconds", "1": "_ratio", "By": "_bytes"}
 
 
 def _values(stats: Any) -> MetricValues:
-    """Return the values of the metrics of ``loader.stats()`` that are known."""
+    """Return the known metrics of ``loader.stats()``."""
     numbers: dict[str, Any] = {
         "batches": stats.batches,
         "wait.time": stats.waited,
@@ -77,25 +77,25 @@ def _values(stats: Any) -> MetricValues:
         "loop.held": stats.loop_lag and stats.loop_lag.share,
     }
     quantiles = [
-        ("stage.duration", (one.p50, one.p95, one.p99), {"stage": one.name})
-        for one in stats.stages
+        ("stage.duration", (stage.p50, stage.p95, stage.p99), {"stage": stage.name})
+        for stage in stats.stages
     ]
     if stats.recent:
         numbers["batch.samples"] = stats.samples / stats.recent
         numbers["batches.ready"] = stats.queued
         quantiles.append(("wait.duration", stats.waits, {}))
-    found: MetricValues = defaultdict(list)
+    values: MetricValues = defaultdict(list)
     for name, value in numbers.items():
         if value is not None:
-            found[name].append((float(value), {}))
+            values[name].append((float(value), {}))
     for stage in stats.stages:
         for state, share in stage.shares.items():
             labels = {"stage": stage.name, "state": state}
-            found["stage.utilization"].append((share, labels))
+            values["stage.utilization"].append((share, labels))
     for name, seconds, labels in quantiles:
         for quantile, value in zip(("0.5", "0.95", "0.99"), seconds, strict=True):
-            found[name].append((value, labels | {"quantile": quantile}))
-    return found
+            values[name].append((value, labels | {"quantile": quantile}))
+    return values
 
 
 class PrometheusCollector:
@@ -120,7 +120,7 @@ class PrometheusCollector:
     def __init__(self, **loaders: Any) -> None:
         why = "metrics need prometheus_client"
         imported("prometheus_client", "metrics-prometheus", why)
-        self._watched = [_Watched(name, one) for name, one in loaders.items()]
+        self._watched = [_Watched(name, loader) for name, loader in loaders.items()]
 
     def describe(self) -> "Iterator[Metric]":
         """Yield the metrics without values, so that a registry knows their names."""
@@ -131,9 +131,9 @@ class PrometheusCollector:
         for figure in _METRICS:
             family = _family(figure)
             name = family.name + ("_total" if figure in _COUNTERS else "")
-            for one in self._watched:
-                for value, labels in one.take(figure):
-                    family.add_sample(name, {"loader": one.name, **labels}, value)
+            for loader in self._watched:
+                for value, labels in loader.take(figure):
+                    family.add_sample(name, {"loader": loader.name, **labels}, value)
             yield family
 
 
@@ -166,7 +166,7 @@ def observe_with_opentelemetry(meter: "Meter", /, **loaders: Any) -> None:
     """
     why = "metrics need opentelemetry"
     imported("opentelemetry.metrics", "metrics-opentelemetry", why)
-    watched = [_Watched(name, one) for name, one in loaders.items()]
+    watched = [_Watched(name, loader) for name, loader in loaders.items()]
     for figure, (unit, words) in _METRICS.items():
         kind = "counter" if figure in _COUNTERS else "gauge"
         make = getattr(meter, f"create_observable_{kind}")
@@ -179,9 +179,9 @@ def _observe(
 ) -> "Iterator[Observation]":
     from opentelemetry.metrics import Observation  # noqa: PLC0415  (an extra)
 
-    for one in watched:
-        for value, labels in one.take(name):
-            labelled = {"loader": one.name, **labels}.items()
+    for loader in watched:
+        for value, labels in loader.take(name):
+            labelled = {"loader": loader.name, **labels}.items()
             yield Observation(value, {f"aioloader.{key}": of for key, of in labelled})
 
 
@@ -207,17 +207,17 @@ class _Watched:
             if stats.iteration is not self._iteration:
                 for name, value in self._latest.items():
                     self._before[name] += value
-            self._iteration, found = stats.iteration, _values(stats)
-            self._latest = {name: found[name][0][0] for name in _SUMS}
+            self._iteration, values = stats.iteration, _values(stats)
+            self._latest = {name: values[name][0][0] for name in _SUMS}
             sums = self._latest.items()
-            return found | {name: [(self._before[name] + of, {})] for name, of in sums}
+            return values | {name: [(self._before[name] + of, {})] for name, of in sums}
 
     def take(self, name: str) -> list[tuple[float, dict[str, str]]]:
-        """Return the values of one metric, of the same moment as those of others.
+        """Return the values of one metric, read at the same moment as the others.
 
-        A collection takes each metric once: the next one begins with a new reading.
+        A collection takes each metric once; a second take begins the next reading.
         """
         with self._lock:
             if name not in self._left:
-                self._left = {one: [] for one in _METRICS} | self.read()
+                self._left = {metric: [] for metric in _METRICS} | self.read()
             return self._left.pop(name)

@@ -1,4 +1,4 @@
-"""What a loader achieves with given durations of batches, under any setting.
+"""The speed of a loader under any setting, computed from the durations of batches.
 
 A batch is requested when another is taken, and taken when it is ready and the step
 before has ended. So the times of each batch follow from those of earlier ones, in one
@@ -8,10 +8,10 @@ more than a second of work per second, and batches in flight are the rate times 
 seconds that each takes (Little). Assumptions:
 
 - A store is as fast when more samples are read at a time, unless they queue there
-  (``costs``), and a batch takes as long in
-  a worker as in the consumer's process. Transport is as recorded, and keeps no worker
-  busy; for batches made without workers, ``changes`` adds that of a small batch.
-- As many slots compute at a time as there are cores; of worker threads one, because of
+  (``costs``). A batch takes as long in a worker as in the consumer's process. Transport
+  is as recorded, and keeps no worker busy; for batches made without workers,
+  ``changes`` adds the transport of a small batch.
+- As many slots compute at a time as there are cores; only one worker thread, because of
   the GIL. If records show that the consumer waits for the GIL (``costs``), it does so
   whenever threads make batches.
 - Readers in several workers are one pool. Batches are copied to a device one after
@@ -30,7 +30,7 @@ from aioloader._observe.costs import Costs
 from aioloader._observe.stages import Floats
 
 # Limit on warm-up batches, before the clock counts.
-_MOST = 256
+_MAX_WARM_UP = 256
 
 
 def window_of(setting: RecordedSettings, costs: Costs) -> int:
@@ -47,7 +47,7 @@ def seconds_per_batch(costs: Costs, setting: RecordedSettings) -> float:
     """Return the seconds per batch once the pipeline is full."""
     if setting.place == "inline" or setting.window == 0:  # one after the other
         return float(_parts(costs, setting)[:, 1:].sum(1).mean())
-    ahead = min(_MOST, 2 * window_of(setting, costs) + setting.making_lanes + 16)
+    ahead = min(_MAX_WARM_UP, 2 * window_of(setting, costs) + setting.making_lanes + 16)
     counted = math.ceil(32 / len(costs.step)) * len(costs.step)
     taken = taken_times(costs, setting, ahead + counted + 1)
     return max((taken[-1] - taken[ahead]) / counted, costs.cpu / setting.processors)
@@ -58,27 +58,27 @@ def taken_times(
 ) -> list[float]:
     """Return when the consumer takes each of so many batches of an epoch.
 
-    Batches after the last recorded one are as the first ones. The indices of so many
-    requests are drawn.
+    After the last recorded batch, they repeat from the first. The indices of
+    ``requests`` batches are drawn.
     """
     parts: list[list[float]] = _parts(costs, setting).tolist()
-    window, lanes = window_of(setting, costs), setting.making_lanes
-    slow = [*costs.slow, *(1.0,) * lanes][:lanes]
+    window, slots = window_of(setting, costs), setting.making_lanes
+    slow = [*costs.slow, *(1.0,) * slots][:slots]
     free = [(0.0, factor) for factor in sorted(slow)]  # since when each slot is
     in_flight: list[tuple[float, float]] = []
     taken: list[float] = []
     now = asked = copied = flowed = 0.0
     for number in range(batches + window - 1):
-        flow, front, lane, back, *_, draw = parts[number % len(parts)]
+        flow, front, made, back, *_, draw = parts[number % len(parts)]
         if number < requests:
             now, asked = now + draw, asked + draw
             taken[-1:] = [now] if taken else []
         flowed = max(flowed, now) + flow
         since, factor = heappop(free)
-        lane *= factor
-        since = max(since, now) + lane
+        made *= factor
+        since = max(since, now) + made
         heappush(free, (since, factor))
-        ready = max(since, max(now + front, flowed) + lane) + back
+        ready = max(since, max(now + front, flowed) + made) + back
         heappush(in_flight, (number if setting.in_order else ready, ready))
         if len(in_flight) < window:
             continue
@@ -94,25 +94,25 @@ def taken_times(
 
 
 def _parts(costs: Costs, setting: RecordedSettings) -> Floats:
-    """Return what each batch takes, in a row.
+    """Return the seconds of each batch's steps, a row per batch.
 
-    These are the seconds of all readers; until its samples are there; in its slot;
-    until it can be taken; to copy it; of the step; and to draw indices.
+    Columns: work of all readers; until its samples are read; in its slot; transport;
+    copy to the device; training step; drawing of indices.
     """
-    lane, back = costs.make, costs.transport
-    flow = front = np.zeros(len(lane))
+    made, back = costs.make, costs.transport
+    flow = front = np.zeros(len(made))
     if setting.is_coupled:
-        lane = lane + costs.read
+        made = made + costs.read
     else:
-        readers, others = setting.reading_lanes, setting.transforming_lanes
+        readers, transforming = setting.reading_lanes, setting.transforming_lanes
         read = costs.read + costs.held * setting.is_shared
-        flow = np.maximum(read / readers, costs.awaited / others)
+        flow = np.maximum(read / readers, costs.awaited / transforming)
         flow = np.maximum(flow, costs.least * costs.reads)
         alone = read / np.minimum(costs.reads, readers)
         front = np.maximum(costs.slowest, alone)
-        front = front + costs.awaited / np.minimum(costs.samples, others)
+        front = front + costs.awaited / np.minimum(costs.samples, transforming)
     step = costs.step + costs.locked * setting.is_shared
-    return np.stack([flow, front, lane, back, costs.copy, step, costs.sampler], 1)
+    return np.stack([flow, front, made, back, costs.copy, step, costs.sampler], 1)
 
 
 def pace(taken: Sequence[float]) -> float:

@@ -20,8 +20,8 @@ from aioloader._observe.stats import HEADS, stage_rows
 from aioloader._observe.trace import replacing
 
 # Lines of a timeline, and bars of waits.
-_ROWS = 40
-_BARS = 230
+_TIMELINE_ROWS = 40
+_MAX_BARS = 230
 _STYLE = """
 :root { color-scheme: light dark; --page: #fcfcfb; --ink: #1a1a19; --muted: #6b6a66;
   --line: #e1e0dc; --card: #f4f3f0; --mark: #b3261e;
@@ -98,8 +98,8 @@ def _page(stats: Any, report: Any) -> Iterator[str]:
     lines = (report.advice, report.limit, *report.remarks, measured)
     yield from (f"<p>{escape(str(line))}</p>" for line in lines if line)
     yield '<ul class="tiles">'
-    for value, what in _tiles(stats, report):
-        yield f"<li><b>{escape(value)}</b> {escape(what)}</li>"
+    for value, label in _tiles(stats, report):
+        yield f"<li><b>{escape(value)}</b> {escape(label)}</li>"
     yield "</ul>"
     if stats.stages:
         yield from _figures(stats, report)
@@ -136,7 +136,7 @@ def _figures(stats: Any, report: Any) -> Iterator[str]:
     yield from _figure("Waits", caption, _waits(records))
     yield "<h2>Percentiles</h2>"
     yield f'<p class="muted">Of {recent}; times are for one batch.</p>'
-    waits = percentiles([one.taken - one.asked for one in records])
+    waits = percentiles([record.taken - record.asked for record in records])
     wait = ("wait", "", "", "", "", *map(seconds_text, waits))
     yield from _table(HEADS, [*stage_rows(stats.stages), wait])
 
@@ -149,10 +149,10 @@ def _figure(name: str, caption: str, drawing: Iterable[str]) -> Iterator[str]:
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
     yield '<div class="wide">\n<table>\n<thead>'
-    yield "<tr>" + "".join(f'<th scope="col">{escape(one)}</th>' for one in heads)
+    yield "<tr>" + "".join(f'<th scope="col">{escape(head)}</th>' for head in heads)
     yield "</tr>\n</thead>\n<tbody>"
     for row in rows:
-        yield "<tr>" + "".join(f"<td>{escape(one)}</td>" for one in row) + "</tr>"
+        yield "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>"
     yield "</tbody>\n</table>\n</div>"
 
 
@@ -177,22 +177,21 @@ def _legend(entries: dict[str, str]) -> str:
 
 
 def _pipeline(stages: Sequence[Any], slowest: str) -> Iterator[str]:
-    """Draw for each stage which share of its time it is busy, starved, blocked.
+    """Draw the shares of its time in which each stage is busy, starved and blocked.
 
-    So stages are as busy as their boxes are wide, and take as long for each batch. The
-    ``slowest``, named by the verdict, is marked.
+    The ``slowest`` stage, which the verdict names, is marked.
     """
-    for one in stages:
+    for stage in stages:
         boxes, begin = list[str](), 0.0
-        kinds = {"busy": one.name, "blocked": "blocked", "starved": "idle"}
+        kinds = {"busy": stage.name, "blocked": "blocked", "starved": "idle"}
         for name, kind in kinds.items():
-            share = one.shares[name]
-            boxes.append(_box(kind, f"{one.name}: {share:.0%} {name}", begin, share))
+            share = stage.shares[name]
+            boxes.append(_box(kind, f"{stage.name}: {share:.0%} {name}", begin, share))
             begin += share
-        took = seconds_text(one.busy / max(1, one.items * one.lanes))
-        lanes = f" (x {one.lanes})" if one.lanes > 1 else ""
-        kind = "row marked" if one.name == slowest else "row"
-        yield _row(one.name + lanes, boxes, took, kind)
+        took = seconds_text(stage.busy / max(1, stage.items * stage.lanes))
+        lanes = f" (x {stage.lanes})" if stage.lanes > 1 else ""
+        kind = "row marked" if stage.name == slowest else "row"
+        yield _row(stage.name + lanes, boxes, took, kind)
     busy = {"busy: the stage's colour": stages[0].name}
     yield _legend(busy | {"blocked": "blocked", "starved": "idle"})
 
@@ -201,10 +200,10 @@ def _timeline(
     records: Sequence[BatchRecord], setting: RecordedSettings
 ) -> Iterator[str]:
     """Draw when each of the last batches was in which stage."""
-    last = records[-_ROWS:]
-    begin = min(one.made[0] if is_made(one) else one.asked for one in last)
+    last = records[-_TIMELINE_ROWS:]
+    begin = min(record.made[0] if is_made(record) else record.asked for record in last)
     begin = min(begin, last[0].asked)
-    seconds = max(one.taken for one in last) - begin or 1.0
+    seconds = max(record.taken for record in last) - begin or 1.0
 
     def box(name: str, kind: str, began: float, ended: float) -> str:
         took = ended - began
@@ -213,28 +212,28 @@ def _timeline(
 
     waits = "making" if setting.place == "inline" else "waiting"
     boxes = [
-        box(f"{waits} for batch {one.number}", "idle", one.asked, one.taken)
-        for one in last
+        box(f"{waits} for batch {record.number}", "idle", record.asked, record.taken)
+        for record in last
     ]
     boxes += [
-        box(f"step after batch {one.number}", "consumer", one.taken, after.asked)
-        for one, after in pairwise(last)
-        if after.asked > one.taken
+        box(f"step after batch {record.number}", "consumer", record.taken, after.asked)
+        for record, after in pairwise(last)
+        if after.asked > record.taken
     ]
     yield '<div class="thin">'
     yield _row("consumer", boxes, seconds_text(seconds))
     names = ("read", "waits for a worker", "transform", "collate", "is ready")
     kinds = ("read", "idle", "transform", "collate", "blocked")
-    for at, one in enumerate(last):
-        lane = f", worker {one.worker}" if setting.workers else ""
-        is_named = not at or one is last[-1] or at % 5 == 0
-        spans = pairwise((*one.made[:5], one.taken)) if is_made(one) else ()
+    for place, record in enumerate(last):
+        lane = f", worker {record.worker}" if setting.workers else ""
+        is_named = not place or record is last[-1] or place % 5 == 0
+        spans = pairwise((*record.made[:5], record.taken)) if is_made(record) else ()
         boxes = [
-            box(f"batch {one.number} {name}", kind, began, ended)
+            box(f"batch {record.number} {name}", kind, began, ended)
             for name, kind, (began, ended) in zip(names, kinds, spans, strict=False)
             if ended > began
         ]
-        yield _row(f"batch {one.number}{lane}" if is_named else "", boxes)
+        yield _row(f"batch {record.number}{lane}" if is_named else "", boxes)
     yield "</div>"
     legend = {name: name for name in ("read", "transform", "collate")}
     yield _legend(legend | {"waiting": "idle", "ready": "blocked", "step": "consumer"})
@@ -242,15 +241,15 @@ def _timeline(
 
 def _waits(records: Sequence[BatchRecord]) -> Iterator[str]:
     """Draw how long the consumer waited for each batch."""
-    waits = [one.taken - one.asked for one in records]
-    each = math.ceil(len(waits) / _BARS)
+    waits = [record.taken - record.asked for record in records]
+    each = math.ceil(len(waits) / _MAX_BARS)
     most = max(waits) or 1.0
     yield '<div class="waits">'
-    for at in range(0, len(waits), each):
-        some, wait = records[at : at + each], max(waits[at : at + each])
-        title = f"batch {some[0].number}: {seconds_text(wait)}"
-        if len(some) > 1:
-            first, last = some[0].number, some[-1].number
+    for start in range(0, len(waits), each):
+        shown, wait = records[start : start + each], max(waits[start : start + each])
+        title = f"batch {shown[0].number}: {seconds_text(wait)}"
+        if len(shown) > 1:
+            first, last = shown[0].number, shown[-1].number
             title = f"batches {first} to {last}: at most {seconds_text(wait)}"
         high = f"height:{wait / most:.3%}"
         yield f'<i class="wait" style="{high}" title="{title}"></i>'

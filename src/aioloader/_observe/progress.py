@@ -31,9 +31,9 @@ clock = time.perf_counter
 SHOWN_EVERY = 0.5
 LOGGED_EVERY = 60.0
 # Rates are taken over this many updates.
-_LOOKS = 20
+_RATE_UPDATES = 20
 # Computing the statistics takes at most a thousandth of the time.
-_IDLE = 1000
+_IDLE_TIMES = 1000
 _log = logging.getLogger("aioloader")
 # When each loader last logged a line; its epochs may be shorter than a minute.
 _logged: "weakref.WeakKeyDictionary[Any, float]" = weakref.WeakKeyDictionary()
@@ -178,7 +178,7 @@ class Meter:
         self._display: Any = None  # made when there is something to show
         self.began: float = clock()
         self.due: float = self.began  # when to update next
-        looks = 1 + _LOOKS
+        looks = 1 + _RATE_UPDATES
         if self._make_display is None:
             self.due = _logged.setdefault(loader, self.began) + LOGGED_EVERY
             looks = 2
@@ -198,7 +198,7 @@ class Meter:
             return
         if now >= self._next_measure:
             self._measure(now)
-            self._next_measure = now + _IDLE * (clock() - now)
+            self._next_measure = now + _IDLE_TIMES * (clock() - now)
         self._show()
 
     def finish(self) -> None:
@@ -290,7 +290,7 @@ class _Line:
 def _display_of(
     given: TextIO | None, *, desc: str | None, leave: bool
 ) -> Callable[[Meter], Any] | None:
-    """Return what makes a display; None unless the file is a terminal or a notebook."""
+    """Return a function that makes a display; None if nobody sees the file."""
     file = sys.stderr if given is None else given
     is_seen = type(file).__module__.startswith("ipykernel.")
     with suppress(AttributeError, ValueError):  # no file; or a closed one

@@ -21,11 +21,11 @@ Floats: TypeAlias = NDArray[np.float64]
 # Name, begins and ends of a step of all batches, and how many samples run at a time.
 _StageTimes: TypeAlias = tuple[str, Floats, Floats, Any]
 
-# Limit on the seconds in which the consumer takes a batch that is ready.
-_HAND_OVER = 200e-6
-# A consumer waited for a batch if it did for more than this share of its transport, and
-# for longer than it drew indices.
-_WAITED = 0.02
+# Most seconds in which a consumer takes a batch that is ready.
+_MAX_HAND_OVER = 200e-6
+# A consumer waited for a batch if its wait is more than this share of the transport,
+# and longer than the drawing of indices.
+_WAITED_SHARE = 0.02
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,9 @@ class StageStats:
         """Shares of the time, from 0 to 1: ``busy``, ``starved``, ``blocked``."""
         parts = {"busy": self.busy, "starved": self.starved, "blocked": self.blocked}
         seconds = sum(parts.values())
-        return {name: one / seconds if seconds else 0.0 for name, one in parts.items()}
+        return {
+            name: part / seconds if seconds else 0.0 for name, part in parts.items()
+        }
 
     @property
     def utilisation(self) -> float:
@@ -104,22 +106,22 @@ def until_copied(
     """
     if not copies:
         return records, setting
-    known = {one.number: one for one in copies}
+    known = {copy.number: copy for copy in copies}
     return [
-        one._replace(asked=copy.asked, taken=copy.began)
-        if (copy := known.get(one.number)) is not None
-        else one
-        for one in records
+        record._replace(asked=copy.asked, taken=copy.began)
+        if (copy := known.get(record.number)) is not None
+        else record
+        for record in records
     ], replace(setting, on_device=0)
 
 
 def copy_seconds(copies: Sequence[Copy]) -> dict[int, float]:
     """Return how long each batch's copy took, by number; copies run one by one."""
-    found, free = {}, 0.0
-    for one in copies:
-        found[one.number] = max(0.0, one.ended - max(one.began, free))
-        free = one.ended
-    return found
+    seconds, free = {}, 0.0
+    for copy in copies:
+        seconds[copy.number] = max(0.0, copy.ended - max(copy.began, free))
+        free = copy.ended
+    return seconds
 
 
 def _weight(busy: Floats, seconds: Floats) -> Floats:
@@ -139,20 +141,23 @@ def percentiles(seconds: Sequence[float] | Floats) -> tuple[float, float, float]
 
 
 def is_made(record: BatchRecord) -> bool:
-    """Tell whether it is known when the batch was made."""
+    """Tell whether the record has the times when the batch was made."""
     return record.made[4] != 0
 
 
 def hand_over(records: Sequence[BatchRecord], setting: RecordedSettings) -> float:
     """Return the seconds in which a consumer takes a batch that is ready.
 
-    This is the recorded minimum, with a limit; 0 if batches are moved to a device, or
+    It is the recorded minimum, up to a limit; 0 if batches are moved to a device, or
     made on request.
     """
     if setting.on_device or setting.place == "inline":
         return 0.0
-    least = min(one.taken - one.drawn - max(one.asked, one.made[4]) for one in records)
-    return min(max(0.0, least), _HAND_OVER)
+    least = min(
+        record.taken - record.drawn - max(record.asked, record.made[4])
+        for record in records
+    )
+    return min(max(0.0, least), _MAX_HAND_OVER)
 
 
 def transports(
@@ -160,24 +165,24 @@ def transports(
 ) -> tuple[Floats, Floats]:
     """Return the seconds of each batch's transport, and when it could be taken.
 
-    Transport is visible if the consumer waited. Batches are moved to a device one after
-    another: there it counts from the previous batch. For other batches it is hidden,
-    and assumed to be the median, limited by the available time. Inline, it is the rest
-    of the time from request to delivery.
+    Transport is visible if the consumer waited; with a device, where batches move one
+    after another, it counts from the previous batch. Otherwise it is hidden, and
+    assumed to be the median, limited by the available time. Inline, it is the rest of
+    the time from request to delivery.
     """
-    ends = np.array([one.taken - one.drawn for one in records])
+    ends = np.array([record.taken - record.drawn for record in records])
     if setting.place == "inline":
-        rest = [_waited(one) - one.made[4] + one.made[0] for one in records]
+        rest = [_waited(record) - record.made[4] + record.made[0] for record in records]
         return np.maximum(0.0, rest), ends
     known = seen_transports(records, setting)
     usual = median(known.values()) if known else 0.0
     seconds = np.zeros(len(records))
-    for at, one in enumerate(records):
-        if at in known:
-            seconds[at] = known[at]
-        elif is_made(one):
-            seconds[at] = max(0.0, min(usual, one.asked - one.made[4]))
-            ends[at] = one.made[4] + seconds[at]
+    for place, record in enumerate(records):
+        if place in known:
+            seconds[place] = known[place]
+        elif is_made(record):
+            seconds[place] = max(0.0, min(usual, record.asked - record.made[4]))
+            ends[place] = record.made[4] + seconds[place]
     return seconds, ends
 
 
@@ -188,14 +193,14 @@ def seen_transports(
     least = hand_over(records, setting)
     known: dict[int, float] = {}
     free = 0.0
-    for at, one in enumerate(records):
-        collated = one.made[4]
+    for place, record in enumerate(records):
+        collated = record.made[4]
         before = max(collated, free) if setting.on_device else collated
-        free = one.taken
-        seconds, waited = one.taken - one.drawn - before, _waited(one) - least
-        has_waited = waited > max(_WAITED * seconds, one.drawn)
-        if is_made(one) and (one.asked <= collated or has_waited):
-            known[at] = max(0.0, seconds - least)
+        free = record.taken
+        seconds, waited = record.taken - record.drawn - before, _waited(record) - least
+        has_waited = waited > max(_WAITED_SHARE * seconds, record.drawn)
+        if is_made(record) and (record.asked <= collated or has_waited):
+            known[place] = max(0.0, seconds - least)
     return known
 
 
@@ -205,19 +210,19 @@ def _waited(record: BatchRecord) -> float:
 
 
 def held_back(records: Sequence[BatchRecord], setting: RecordedSettings) -> float:
-    """Return the total seconds that finished batches waited for an earlier one."""
+    """Return the total seconds that finished batches waited for an earlier batch."""
     if not setting.in_order or setting.place == "inline" or not records:
         return 0.0
     held, latest = 0.0, 0.0
-    for one in records:
-        if is_made(one):
-            held += max(0.0, latest - one.made[4])
-            latest = max(latest, one.made[4])
+    for record in records:
+        if is_made(record):
+            held += max(0.0, latest - record.made[4])
+            latest = max(latest, record.made[4])
     return held
 
 
 def _union(begins: Floats, ends: Floats) -> Callable[[Any], Any]:
-    """Return a function: the seconds of a union of intervals before given times."""
+    """Return a function: how much of the intervals' union lies before given times."""
     order = np.argsort(begins)
     begins, ends = begins[order], np.maximum.accumulate(ends[order])
     # An interval starts a new part of the union if all earlier ones have ended.
@@ -242,17 +247,17 @@ class _Timeline:
     ) -> None:
         self._setting, self._items = setting, len(records)
         self._begin, self._end = records[0].asked, records[-1].taken
-        self._asked = np.array([one.asked for one in records])
-        self._taken = np.array([one.taken for one in records])
-        self._drawn = np.array([one.drawn for one in records])
+        self._asked = np.array([record.asked for record in records])
+        self._taken = np.array([record.taken for record in records])
+        self._drawn = np.array([record.drawn for record in records])
         moved, reduced = until_copied(records, setting, copies)
         self._moved, self._ready = transports(moved, reduced)
-        self._left = np.array([one.taken for one in moved])
-        self._is_made = np.array([is_made(one) for one in records])
-        self._made = np.array([one.made for one in records if is_made(one)]).T
+        self._left = np.array([record.taken for record in moved])
+        self._is_made = np.array([is_made(record) for record in records])
+        self._made = np.array([record.made for record in records if is_made(record)]).T
 
     def draw(self) -> StageStats:
-        """Return the stage that draws indices; what else is done blocks it."""
+        """Return the stage that draws indices; all other work blocks it."""
         busy, seconds = float(self._drawn.sum()), self._end - self._begin
         return StageStats(
             *("sampler", 1, self._items, busy, 0.0, max(0.0, seconds - busy)),
@@ -298,12 +303,12 @@ class _Timeline:
         blocked = min(idle, max(0.0, blocked - within))
         return [
             StageStats(
-                *(name, lanes, len(begin), busy[at]),
-                sum(busy[:at]) + idle - blocked,
-                sum(busy[at + 1 :]) + blocked,
+                *(name, lanes, len(begin), busy[place]),
+                sum(busy[:place]) + idle - blocked,
+                sum(busy[place + 1 :]) + blocked,
                 *percentiles(end - begin),
             )
-            for at, (name, begin, end, _) in enumerate(steps)
+            for place, (name, begin, end, _) in enumerate(steps)
         ]
 
     def transport(self) -> StageStats:
@@ -312,8 +317,8 @@ class _Timeline:
         left = self._clip(self._left)
         seconds = self._end - self._begin
         busy = float(_union(begins, ends)(self._end))
-        some = _union(np.append(begins, ends), np.append(ends, left))
-        lying = float(some(self._end)) - busy
+        present = _union(np.append(begins, ends), np.append(ends, left))
+        lying = float(present(self._end)) - busy
         return StageStats(
             *("transport", 1, self._items, busy, seconds - busy - lying, lying),
             *percentiles(self._moved),
@@ -321,7 +326,7 @@ class _Timeline:
 
     def device(self, copies: Sequence[Copy]) -> StageStats:
         """Return the device stage; it starves while it has room for a batch."""
-        times = np.array([(one.asked, one.began, one.ended) for one in copies])
+        times = np.array([(copy.asked, copy.began, copy.ended) for copy in copies])
         asked, began, ended = self._clip(times.T)
         seconds = self._end - self._begin
         busy = float(_union(began, ended)(self._end))
@@ -330,7 +335,7 @@ class _Timeline:
         return StageStats(
             *("device", 1, len(copies), busy, starved, seconds - busy - starved),
             *percentiles([*copy_seconds(copies).values()]),
-            nbytes=sum(one.nbytes for one in copies),
+            nbytes=sum(copy.nbytes for copy in copies),
         )
 
     def consumer(self) -> StageStats:

@@ -16,8 +16,8 @@ from aioloader._observe.stages import (
     stage_stats,
 )
 
-# A loop that is blocked for a smaller share of the time is not worth a line.
-_SHOWN = 0.05
+# A loop that is blocked for a smaller share of the time gets no line.
+_LEAST_LAG = 0.05
 # The heads of a table of stages.
 HEADS = ("stage", "lanes", "busy", "starved", "blocked", "p50", "p95", "p99")
 
@@ -114,39 +114,39 @@ class LoaderStats:
 
     @property
     def seconds(self) -> float:
-        """Seconds from the request of the first of these to the last one."""
+        """Seconds from the first recorded request to the last recorded delivery."""
         records = self._records
         return records[-1].taken - records[0].asked if records else 0.0
 
     @property
     def samples(self) -> int:
-        """The samples of these."""
-        return sum(one.samples for one in self._records)
+        """How many samples the recorded batches have."""
+        return sum(record.samples for record in self._records)
 
     @cached_property
     def waits(self) -> Percentiles:
         """Seconds from requesting a batch to receiving it."""
-        waits = [one.taken - one.asked for one in self._records]
+        waits = [record.taken - record.asked for record in self._records]
         return Percentiles(*percentiles(waits))
 
     @cached_property
     def queued(self) -> float:
         """The mean number of ready batches when one was requested."""
-        collated = sorted(one.made[4] for one in self._records if is_made(one))
-        found = [
-            max(0, bisect.bisect_right(collated, one.asked) - number)
-            for number, one in enumerate(self._records)
+        collated = sorted(record.made[4] for record in self._records if is_made(record))
+        queued = [
+            max(0, bisect.bisect_right(collated, record.asked) - number)
+            for number, record in enumerate(self._records)
         ]
-        return sum(found) / len(found) if collated else 0.0
+        return sum(queued) / len(queued) if collated else 0.0
 
     @cached_property
     def held(self) -> float:
-        """Total seconds that finished batches waited for an earlier one."""
+        """Total seconds that finished batches waited for an earlier batch."""
         return held_back(self._records, self._setting)
 
     @cached_property
     def stages(self) -> tuple[StageStats, ...]:
-        """The stages of these batches."""
+        """The stages of the recorded batches."""
         return stage_stats(self._records, self._setting, self._copies)
 
     def __str__(self) -> str:
@@ -165,10 +165,10 @@ class LoaderStats:
             took = seconds_text(self.listed.seconds)
             lines.append(f"listed {self.listed.shards:,} shards in {took}")
         lines += [
-            f"source {name!r}: {one.samples:,} samples, in pass {one.passes:.4g}"
-            for name, one in self.sources.items()
+            f"source {name!r}: {source.samples:,} samples, in pass {source.passes:.4g}"
+            for name, source in self.sources.items()
         ]
-        if (lag := self.loop_lag) is not None and lag.share >= _SHOWN:
+        if (lag := self.loop_lag) is not None and lag.share >= _LEAST_LAG:
             by = f" by {lag.culprit}" if lag.culprit else ""
             longest = seconds_text(lag.seconds)
             text = f"event loop blocked {lag.share:.0%} of the time, {longest}{by}"
@@ -201,9 +201,9 @@ class LoaderStats:
 
 def stage_rows(stages: Sequence[StageStats]) -> Iterator[tuple[str, ...]]:
     """Yield the rows of a table of stages."""
-    for one in stages:
-        shares = (f"{share:.0%}" for share in one.shares.values())
+    for stage in stages:
+        shares = (f"{share:.0%}" for share in stage.shares.values())
         yield (
-            *(one.name, str(one.lanes), *shares),
-            *map(seconds_text, (one.p50, one.p95, one.p99)),
+            *(stage.name, str(stage.lanes), *shares),
+            *map(seconds_text, (stage.p50, stage.p95, stage.p99)),
         )

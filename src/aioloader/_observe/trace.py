@@ -42,7 +42,7 @@ _BEYOND_PROCESSES = 1 << 22
 _traces = itertools.count(1)
 _CONSUMER: _Track = (0, 0, "consumer")
 _READS: _Track = (1, 0, "reads")
-_LANES = 2
+_WORKERS = 2
 _COPIES: _Track = (3, 0, "copies to the device")
 _STEPS = ("read", "queued", "transform", "collate")
 
@@ -121,23 +121,23 @@ class Trace:
             raise RuntimeError("this trace has already been recorded; make a new one")
         self._unix = _unix_of_clock()
         self._traces.append(self)
-        for one in self._traced:
-            one.start()
+        for epoch in self._traced:
+            epoch.start()
         return self
 
     def _stop(self) -> None:
         self._traces.remove(self)
-        for one in self._traced:
-            one.stop()
+        for epoch in self._traced:
+            epoch.stop()
 
     def _write(self, error: BaseException | None) -> None:
         """Write the file completely or not at all."""
         assert self._unix is not None
         traced, self._traced = self._traced, []
         epochs = [
-            {"epoch": one.counters.epoch, "batches": len(one.records)}
-            | asdict(one.setting)
-            for one in traced
+            {"epoch": epoch.counters.epoch, "batches": len(epoch.records)}
+            | asdict(epoch.setting)
+            for epoch in traced
         ]
         base = time.time_ns() // _QUARTER_NS * _QUARTER_NS
         head = {
@@ -181,23 +181,23 @@ def merge_traces(ours: StrPath, theirs: StrPath, out: StrPath) -> None:
     Raises:
         ValueError: If one of them is not a trace.
     """
-    mine, other = _read_json(ours), _read_json(theirs)
-    events, others = mine.pop("traceEvents"), other.pop("traceEvents")
-    offset = mine.get("baseTimeNanoseconds", 0) - other.get("baseTimeNanoseconds", 0)
+    mine, profile = _read_json(ours), _read_json(theirs)
+    events, profiled = mine.pop("traceEvents"), profile.pop("traceEvents")
+    offset = mine.get("baseTimeNanoseconds", 0) - profile.get("baseTimeNanoseconds", 0)
     for event in events:
         if "ts" in event:
             event["ts"] += offset / 1000
-    (begin, end), (from_, to) = _extent(events), _extent(others)
+    (begin, end), (from_, to) = _extent(events), _extent(profiled)
     if begin > to or from_ > end:
         warn(
             f"nothing in '{ours}' happened at the time of '{theirs}': merge "
             "traces of one run"
         )
-    _write_json(Path(out), {**mine, **other}, itertools.chain(others, events))
+    _write_json(Path(out), {**mine, **profile}, itertools.chain(profiled, events))
 
 
 def _extent(events: Iterable[Event]) -> tuple[float, float]:
-    times = [one["ts"] for one in events if one.get("ph") == "X"]
+    times = [event["ts"] for event in events if event.get("ph") == "X"]
     return min(times, default=0.0), max(times, default=0.0)
 
 
@@ -226,7 +226,7 @@ def trace_events(
 
     yield event("M", "process_name", name=f"aioloader (process {os.getpid()})")
     yield event("M", "process_sort_index", sort_index=os.getpid())
-    tracks = _on_tracks(job for one in traced for job in _jobs(one))
+    tracks = _on_tracks(job for epoch in traced for job in _jobs(epoch))
     for thread, ((track, row), jobs) in enumerate(sorted(tracks.items())):
         name = f"{track[2]} ({row + 1})" if row else track[2]
         yield event("M", "thread_name", thread, name=name)
@@ -236,18 +236,19 @@ def trace_events(
                 job.names, pairwise(job.times), strict=True
             ):
                 if ended > began:
-                    at, end = micros(began), micros(ended)
-                    when = {"cat": "aioloader", "ts": at, "dur": round(end - at, 3)}
-                    yield event("X", name, thread, **job.args) | when
+                    start, end = micros(began), micros(ended)
+                    span = {"ts": start, "dur": round(end - start, 3)}
+                    added = {"cat": "aioloader", **span}
+                    yield event("X", name, thread, **job.args) | added
     ready = 0
-    for at, change in sorted(itertools.chain(*map(_ready, traced))):
+    for moment, change in sorted(itertools.chain(*map(_ready, traced))):
         ready += change
-        when = {"cat": "aioloader", "ts": micros(at)}
+        when = {"cat": "aioloader", "ts": micros(moment)}
         yield event("C", "batches ready", batches=ready) | when
 
 
 def _on_tracks(jobs: Iterable[_Slices]) -> dict[tuple[_Track, int], list[_Slices]]:
-    """Put lasting jobs on tracks; numbered where they overlap others of the name."""
+    """Put jobs that took time on tracks; jobs that overlap get numbered tracks."""
     tracks: dict[tuple[_Track, int], list[_Slices]] = {}
     lasting = [job for job in jobs if job.times[-1] > job.times[0]]
     for job in sorted(lasting, key=lambda job: job.times[0]):
@@ -301,8 +302,8 @@ def _making(
         yield _Slices(_READS, names[:2], times[:3], args)
         names, times = names[2:], times[2:]
     where = {"inline": "loader", "workers": f"worker {record.worker}"}
-    lane = where.get(setting.place, "thread")
-    yield _Slices((_LANES, record.worker, lane), names, times, args)
+    track = _WORKERS, record.worker, where.get(setting.place, "thread")
+    yield _Slices(track, names, times, args)
 
 
 def _ready(traced: Traced) -> Iterator[tuple[float, int]]:
@@ -321,8 +322,8 @@ def _opened(path: Path, mode: str, encoding: str | None = None) -> Any:
 
 def _read_json(path: StrPath) -> dict[str, Any]:
     with _opened(Path(path), "rb") as file:
-        found = json.load(file)
-    trace = found if isinstance(found, dict) else {"traceEvents": found}
+        content = json.load(file)
+    trace = content if isinstance(content, dict) else {"traceEvents": content}
     if type(trace.get("traceEvents")) is not list:
         raise ValueError(f"'{path}' has no list of 'traceEvents': pass a trace")
     return trace

@@ -1,4 +1,4 @@
-"""Whether the loader limits training, which stage does, and the change that helps.
+"""Decide whether the loader limits training, by which stage, and which change helps.
 
 For each change of an argument, and for each stage at twice its speed, the times of the
 recorded batches are computed again (``pace``). The advice is the change with the
@@ -21,7 +21,7 @@ from aioloader._observe.pace import pace, seconds_per_batch, taken_times, window
 from aioloader._observe.stats import LoaderStats
 
 # Below this share of waiting, nothing limits training.
-_WAITS = 0.02
+_LEAST_WAIT = 0.02
 # The least speed-up of an advice, in percent; more if the error of the pace is larger.
 _LEAST_GAIN = 5.0
 # A cheaper change is preferred if it achieves this share of the best speed.
@@ -29,15 +29,15 @@ _AS_GOOD = 0.95
 # An argument is preferred to new code if it achieves this share of its speed.
 _AS_FAST = 0.75
 # With fewer batches, the verdict is a guess, and nothing is advised.
-_ENOUGH = 16
+_LEAST_BATCHES = 16
 # The loop is the verdict only if it is blocked for this share of the time.
-_LAGS = 0.1
+_LEAST_LAG = 0.1
 # Processors are the limit if they allow no greater speed-up.
-_BUSY = 1.25
+_CORES_BUSY = 1.25
 # A loop that computes for this share of the time is why its reads take longer.
-_COMPUTES = 0.5
+_LOOP_BUSY = 0.5
 # Nothing is advised if the pace of the recorded setting is off by more than this.
-_IS_OFF = 0.15
+_MAX_ERROR = 0.15
 
 # Nothing is advised about these: no step of a transport is seen, only the rest.
 _UNSEEN = {"transport", "nothing"}
@@ -129,10 +129,10 @@ class Report:
     @property
     def confidence(self) -> str:
         """How reliable it is, as text."""
-        if self.batches < _ENOUGH:
+        if self.batches < _LEAST_BATCHES:
             return f"a guess, measured over only {self.batches} batches"
         words = f"measured over the latest {self.batches} batches"
-        if abs(self.model_error) > _IS_OFF:
+        if abs(self.model_error) > _MAX_ERROR:
             off = f"{self.model_error:+.0%}"
             return f"{words}; doubtful: the computed seconds per batch are off by {off}"
         return words
@@ -167,15 +167,15 @@ def report(
     """
     remarks = _remarks(stats)
     lag = None if stats is None else stats.loop_lag
-    is_blocked = lag is not None and lag.share >= _LAGS and lag.culprit != ""
-    is_free = lag is None or (lag.busy < _COMPUTES and not is_blocked)
+    is_blocked = lag is not None and lag.share >= _LEAST_LAG and lag.culprit != ""
+    is_free = lag is None or (lag.busy < _LOOP_BUSY and not is_blocked)
     alone = stats._alone if stats is not None and is_free else ()  # noqa: SLF001
     costs = costs_of(records, setting, copies, alone)
     if costs is None:
         headline = f"Too few batches to name the bottleneck: {len(records)}."
         return Report(headline, "unknown", batches=len(records), remarks=remarks)
     case = _Case(costs, setting, records, start_seconds(records, setting), lag)
-    stage, advice = case.found()
+    stage, advice = case.judged()
     return Report(
         headline=case.headline(stage),
         stage=stage,
@@ -229,7 +229,7 @@ class _Case:
     @cached_property
     def wait_share(self) -> float:
         """Share of the time that the consumer waits."""
-        waits = [one.taken - one.asked for one in self.settled[1:]]
+        waits = [record.taken - record.asked for record in self.settled[1:]]
         waited = sum(waits) / len(waits) + self.costs.locked
         return min(1.0, waited / self.measured) if self.measured else 0.0
 
@@ -249,18 +249,18 @@ class _Case:
             requests = self.setting.length or inf
             taken = taken_times(self.costs, self.setting, count + 1, requests)
             seconds = pace(taken[first:])
-        measured = pace([one.taken for one in self.settled])
+        measured = pace([record.taken for record in self.settled])
         return seconds / measured - 1 if measured else 0.0
 
     @property
     def is_guess(self) -> bool:
         """Whether too few batches are measured to advise anything."""
-        return len(self.costs.step) < _ENOUGH
+        return len(self.costs.step) < _LEAST_BATCHES
 
     @property
     def is_doubtful(self) -> bool:
         """Whether the computed pace is too far from the measured one to conclude."""
-        return abs(self.error) > _IS_OFF
+        return abs(self.error) > _MAX_ERROR
 
     @cached_property
     def cores(self) -> float:
@@ -290,7 +290,7 @@ class _Case:
         if then.is_shared:
             bounds.append(_inverse(setting.used / max(1e-9, 1 - self.costs.delay)))
         parts = ("place", "workers", "worker_kind")
-        if all(getattr(then, one) == getattr(setting, one) for one in parts):
+        if all(getattr(then, part) == getattr(setting, part) for part in parts):
             bounds.append(_inverse(0.0 if self.lag is None else self.lag.busy))
         return min(bounds)
 
@@ -315,19 +315,19 @@ class _Case:
         """
         if self.is_guess:
             return None
-        found = changes(self.costs, self.setting, self.start)
-        tried = [(one, self.gain(one)) for one in found]
+        candidates = changes(self.costs, self.setting, self.start)
+        tried = [(change, self.gain(change)) for change in candidates]
         kept = (pair for pair in tried if pair[0].start < 0 and pair[1] >= _LEAST_GAIN)
         if self.is_doubtful:
             return next(kept, None)
         arguments = [pair for pair in tried if pair[0].cost < 4]
-        for some, as_good in (arguments, _AS_FAST), (tried, 1.0):
+        for group, as_good in (arguments, _AS_FAST), (tried, 1.0):
             best = max((gain for _, gain in tried), default=0.0)
-            most = max((gain for _, gain in some), default=0.0)
+            most = max((gain for _, gain in group), default=0.0)
             if most < self.enough or 100 + most < as_good * (100 + best):
                 continue
             least = max(self.enough, _AS_GOOD * (100 + most) - 100)
-            good = [(one, gain) for one, gain in some if gain >= least]
+            good = [(change, gain) for change, gain in group if gain >= least]
             return min(good, key=lambda pair: pair[0].cost)
         return next(kept, None)
 
@@ -336,18 +336,18 @@ class _Case:
         """The least speed-up that is advised, in percent: some, beyond the error."""
         return _LEAST_GAIN + 100 * abs(self.error)
 
-    def found(self) -> tuple[str, Advice | None]:
+    def judged(self) -> tuple[str, Advice | None]:
         """Return the stage that limits training, and the advice."""
         best = self.best()
         if best is not None and best[0].argument == "persistent_workers":
             stage = "start"
         else:
-            stage = self._slowest() if self.wait_share >= _WAITS else "nothing"
+            stage = self._slowest() if self.wait_share >= _LEAST_WAIT else "nothing"
         advice = None
         if best is not None and stage not in _UNSEEN:
-            one, gain = best
-            advice = Advice(one.argument, one.old, one.new, gain, one.why)
-        if self.lag is not None and self.wait_share >= _WAITS:
+            change, gain = best
+            advice = Advice(change.argument, change.old, change.new, gain, change.why)
+        if self.lag is not None and self.wait_share >= _LEAST_WAIT:
             freed = self._freed(self.lag, advice)
             if freed is not None:
                 return "loop", freed if self.lag.culprit else None
@@ -356,18 +356,18 @@ class _Case:
     def _slowest(self) -> str:
         """Return the stage that saves most at twice its speed."""
         has_device = self.setting.on_device > 0
-        stages = [one for one in _STAGES if has_device or one != "device"]
+        stages = [stage for stage in _STAGES if has_device or stage != "device"]
         halved = [self.costs.scaled(stage, 0.5) for stage in stages]
-        seconds = [seconds_per_batch(one, self.setting) for one in halved]
+        seconds = [seconds_per_batch(costs, self.setting) for costs in halved]
         return stages[seconds.index(min(seconds))]
 
-    def _freed(self, lag: LoopLag, other: Advice | None) -> Advice | None:
+    def _freed(self, lag: LoopLag, advised: Advice | None) -> Advice | None:
         """Return the advice to free the loop, with an upper bound of the speed-up.
 
         It is None if the loop is not the cause.
         """
         is_known = lag.culprit or lag.is_unseen
-        if not is_known or lag.share < _LAGS or self.is_guess:
+        if not is_known or lag.share < _LEAST_LAG or self.is_guess:
             return None
         # As many calls at a time as a process pool or asyncio.to_thread makes.
         setting = self.setting
@@ -386,15 +386,15 @@ class _Case:
         else:
             new = "a process pool" if lag.computes else "asyncio.to_thread"
             advice = Advice(lag.culprit, "the event loop", new, gain, why)
-        if lag.computes and other is not None and other.argument == "num_workers":
-            advice = other  # a thread would share the interpreter lock with the loop
+        if lag.computes and advised is not None and advised.argument == "num_workers":
+            advice = advised  # a thread would share the interpreter lock with the loop
         return advice if advice.gain >= _LEAST_GAIN else None
 
     def headline(self, stage: str) -> str:
         """Return what limits training, in one sentence."""
-        is_locked = 0 < _WAITS * self.measured <= self.costs.locked
-        what = "batches and for the interpreter's lock" if is_locked else "batches"
-        waits = f"training waits for {what} {self.wait_share:.0%} of the time"
+        is_locked = 0 < _LEAST_WAIT * self.measured <= self.costs.locked
+        causes = "batches and for the interpreter's lock" if is_locked else "batches"
+        waits = f"training waits for {causes} {self.wait_share:.0%} of the time"
         culprit = "" if self.lag is None else self.lag.culprit
         took = seconds_text(self.start)
         is_on_host = stage == "device" and self.setting.stays_on_host
@@ -428,7 +428,7 @@ class _Case:
         )
         idle = "No argument would make training faster."
         few = f"No advice yet: {len(self.costs.step)} batches are too few to measure a "
-        few += f"speed-up. Call report() after more than {_ENOUGH} of one epoch."
+        few += f"speed-up. Call report() after more than {_LEAST_BATCHES} of one epoch."
         link = "The link to the device is the limit: make batches smaller in bytes."
         steps = f"{none}: move work from the stream's steps to transform=, which runs "
         steps += "in workers, or read more shards at once (interleave=)."
@@ -452,7 +452,7 @@ class _Case:
             (self.is_doubtful, doubtful),
             (stage == "consumer", idle),
             (stage == "sampler", sampler),
-            (self.cores < _BUSY, cores),
+            (self.cores < _CORES_BUSY, cores),
             (is_handed, handed),
             (is_stream, steps),
             (is_store, f"{none}: the store is the limit."),
@@ -474,4 +474,4 @@ def _remarks(stats: LoaderStats | None) -> tuple[str, ...]:
         "worker processes died": stats.worker_deaths,
         "worker processes were started again": stats.worker_restarts,
     }
-    return tuple(f"{count:,} {what}." for what, count in counts.items() if count)
+    return tuple(f"{count:,} {event}." for event, count in counts.items() if count)

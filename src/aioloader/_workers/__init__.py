@@ -1,4 +1,4 @@
-"""Where CPU work runs: worker processes, threads, executors and Ray actors.
+"""Workers: processes, threads, executors and Ray actors, which run CPU work.
 
 ::
 

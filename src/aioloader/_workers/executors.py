@@ -1,7 +1,7 @@
 """A user's ``concurrent.futures.Executor`` as workers: any number, anywhere.
 
-Threads get the task itself. Processes and other machines get it pickled by value; the
-functions and the dataset are sent with the first tasks only, and again to a worker that
+Threads get the task itself. Processes and other machines get it pickled by value. The
+functions and the dataset are sent with the first tasks, and again to a worker that
 lacks them.
 """
 
@@ -39,7 +39,7 @@ from aioloader._workers.rng import seed_sample, swapped_for
 from aioloader._workers.worker_spec import WorkerSpec
 from aioloader.errors import LoaderClosedError, WorkerStartError
 
-_KEPT = 4
+_MAX_MAKERS = 4
 _MAKERS: dict[str, BatchMaker] = {}  # in an executor's worker: the latest makers
 
 
@@ -56,7 +56,7 @@ class ExecutorWorkers(Pool):
         self._is_over = False
         self._first = itertools.count()
         self._futures: set[Future[Any]] = set()
-        # Of threads, by identifier.
+        # Worker numbers of threads, by thread identifier.
         self._numbers = defaultdict[int, int](itertools.count().__next__)
 
     def open(self, pipeline: Pipeline) -> None:
@@ -123,7 +123,7 @@ class ExecutorWorkers(Pool):
                 self._send(pipeline, task, self._packed_spec)
             else:
                 deliver(pipeline, task, made, -1)
-        except BrokenExecutor as error:  # the same for all its batches
+        except BrokenExecutor as error:  # it breaks all batches of the executor
             self._futures.clear()  # cancelling one now would break it (3.11)
             pipeline.fail(error)
         except CancelledError:
@@ -148,7 +148,7 @@ def _make_remotely(
         header, buffers = packed_spec
         spec: WorkerSpec = decode(header, [*map(bytearray, buffers)])
         maker = maker_of(spec, around=swapped_for, seed=seed_sample)
-        while len(_MAKERS) >= _KEPT:
+        while len(_MAKERS) >= _MAX_MAKERS:
             _MAKERS.pop(next(iter(_MAKERS)), None)
         _MAKERS[name] = maker
     task = open_request(maker, request)
@@ -159,5 +159,5 @@ def _make_remotely(
 
 
 def _packed(header: bytes, buffers: Buffers) -> PackedTask:
-    """Return a pickle with its buffers as bytes, which every executor can send."""
+    """Return a pickle whose buffers are bytes, which every executor can send."""
     return header, [bytes(buffer.raw()) for buffer in buffers]

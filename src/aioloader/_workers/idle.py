@@ -1,7 +1,7 @@
-"""What a loader keeps of its workers between epochs.
+"""What a loader keeps between epochs: pools, and supervisors without workers.
 
-Worker processes start with ``iter()``, as torch's do, others with the first request.
-With ``persistent_workers`` they outlive the iteration.
+Worker processes start with ``iter()``, as torch's do; other workers start with the
+first request. With ``persistent_workers`` they outlive the iteration.
 """
 
 import _thread
@@ -60,13 +60,13 @@ def wait_or_kill(
 
 
 class IdleSupervisors:
-    """What the process pools of one loader share: idle supervisors, and counts."""
+    """Idle supervisors, and counts of deaths: what the pools of a loader share."""
 
     def __init__(self) -> None:
-        # Processes that died unexpectedly, in all epochs, and that have replaced them.
+        # Processes that died unexpectedly, in all epochs, and their replacements.
         self.deaths = self.restarts = 0
         self.counting = fork_safe(threading.Lock())
-        # Whether to unpickle once for all workers: not if that starts threads.
+        # Whether the supervisor unpickles for all workers: not if that starts threads.
         self.is_shared = True
         self._idle: list[IdleSupervisor] = []
         self._ending: list[_thread.LockType] = []  # free when a supervisor has ended
@@ -133,7 +133,7 @@ class Pools:
         return any(pool.is_open() for pool in self._kept)
 
     def kept(self, start: "Callable[[], LastingPool]") -> "LastingPool":
-        """Return the pool that is kept, or start one."""
+        """Return the persistent pool; start one if there is none."""
         with self._lock:
             for pool in self._kept:
                 if pool.is_open():
@@ -143,16 +143,16 @@ class Pools:
             return self._kept[0]
 
     def join_later(self, workers: "Pool") -> None:
-        """Make ``close`` wait for workers: nobody does if their iterator is dropped."""
+        """Make ``close`` wait for ``workers`` whose iterator may be dropped."""
         with self._lock:
             self._ending.add(workers)
 
     def drop(self) -> None:
-        """End kept workers in the background: others replace them."""
+        """End persistent workers in the background; new workers replace them."""
         _close_all(self._take())
 
     def close(self) -> None:
-        """End kept workers and wait until all have ended, bounded."""
+        """End persistent workers and wait, bounded, until all have ended."""
         kept = self._take()
         with self._lock:
             ending = list(self._ending)

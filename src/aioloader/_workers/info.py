@@ -53,7 +53,7 @@ class WorkerInfo:
         return rng
 
 
-# By worker thread: its ``info``, and ``rng``, the generators seeded for it.
+# By worker thread: ``info``, and ``rng``, the generators seeded for the thread.
 _HERE = threading.local()
 # Generators of the current batch: per thread, and in coroutines per task.
 _KEYED: ContextVar[BatchGenerators | None] = ContextVar("aioloader_rng", default=None)
@@ -97,7 +97,7 @@ def seed_for_sample(task: BatchTask, position: int, stage: int) -> None:
     use_sample_rng(task, position, stage)
 
 
-# How the ``BatchMaker`` of a worker seeds that has a process for itself.
+# How the ``BatchMaker`` of a worker process seeds the generators.
 SEEDS: Final[dict[str, Any]] = {
     "around": seeded,
     "reseed": seed_batch,
@@ -110,7 +110,7 @@ SEEDS: Final[dict[str, Any]] = {
 def worker_thread(
     number: int, num_workers: int, base_seed: int, dataset: Any
 ) -> Iterator[None]:
-    """Make this thread a worker in the block: that is what ``get_worker_info`` says."""
+    """Make this thread a worker in the block, as ``get_worker_info`` reports it."""
     _HERE.info = WorkerInfo(number, num_workers, base_seed + number, dataset)
     try:
         yield
@@ -127,7 +127,7 @@ def be_worker_process(info: WorkerInfo) -> None:
 
 
 def call_init(init: Callable[[int], Any] | None, worker: int) -> None:
-    """Call the user's ``worker_init_fn``, if there is one; note what it raises."""
+    """Call the user's ``worker_init_fn``, if given; add a note to its error."""
     try:
         if init is not None:
             init(worker)

@@ -14,15 +14,15 @@ _PARTS = (
 
 
 def explain(spec: object, error: Exception, reducers: Reducers = _NONE) -> str:
-    """Return the message for ``spec``, whose pickling raised ``error``."""
+    """Return a message that names the attribute for which pickling failed."""
     for name in _PARTS:
         part = getattr(spec, name, None)
-        found = _refusal(part, set(), reducers)
-        if found is not None:
-            path, culprit = found
-            what = (type(part).__name__ if name == "dataset" else name) + path
+        refusal = _refusal(part, set(), reducers)
+        if refusal is not None:
+            path, culprit = refusal
+            where = (type(part).__name__ if name == "dataset" else name) + path
             return (
-                f"{what} cannot be pickled, so it cannot be sent to worker processes: "
+                f"{where} cannot be pickled, so it cannot be sent to worker processes: "
                 f"a {type(culprit).__name__!r} object ({error}); open it in the worker "
                 "(lazily, in `lifespan=` or in `worker_init_fn`), leave it out in "
                 "`__getstate__`, define it in a module that your script imports, let "
@@ -48,9 +48,9 @@ def _refusal(
         return None
     seen.add(id(value))
     for step, part in _parts(value):
-        found = _refusal(part, seen, reducers)
-        if found is not None:
-            return step + found[0], found[1]
+        refusal = _refusal(part, seen, reducers)
+        if refusal is not None:
+            return step + refusal[0], refusal[1]
     return "", value
 
 
@@ -79,8 +79,8 @@ def _state_of(value: Any) -> list[tuple[str, Any]]:
     except Exception:  # of the user's code
         return []
     states = state if isinstance(state, tuple) else (state,)  # a dict, and slots
-    found = [one for one in states if isinstance(one, dict)]
-    return [(f".{name}", part) for one in found for name, part in one.items()]
+    spaces = [space for space in states if isinstance(space, dict)]
+    return [(f".{name}", part) for space in spaces for name, part in space.items()]
 
 
 def _parts_of_function(function: types.FunctionType) -> list[tuple[str, Any]]:

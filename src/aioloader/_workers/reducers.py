@@ -1,8 +1,7 @@
 """Pickle tensors between processes, with their memory out of band.
 
-Dense CPU tensors are sent as the bytes that they span, with their strides. All other
-kinds are sent as torch's own workers send them, except that storages go out of band
-too.
+Dense CPU tensors are sent as the bytes that they span, with their strides. Other kinds
+are sent as by torch's workers, but with their storages out of band, too.
 """
 
 import pickle
@@ -96,7 +95,7 @@ def _rebuild_rare(
 
 
 def _rebuild_quietly(rebuild: Callable[..., torch.Tensor], args: Any) -> torch.Tensor:
-    """Rebuild with a function of torch's that torch itself deprecates."""
+    """Rebuild by a function of torch that torch itself deprecates."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return rebuild(*args)
@@ -120,7 +119,7 @@ REDUCERS = reducers(lambda _span: None)
 
 
 def is_shared(value: torch.Tensor | torch.UntypedStorage) -> bool:
-    """Tell whether it is in shared memory; a tensor without a storage is not."""
+    """Tell whether ``value`` is in shared memory; False if it has no storage."""
     try:
         return bool(value.is_shared())
     except (NotImplementedError, RuntimeError):  # sparse, on the meta device

@@ -1,4 +1,4 @@
-"""Batches made in another process: the requests, the answers, the errors.
+"""Batches made in another process: their requests, answers and errors.
 
 Workers of executors and of Ray get the ``WorkerSpec`` once, then requests, both pickled
 to a header and its buffers.
@@ -26,9 +26,9 @@ from aioloader._workers.reducers import REDUCERS
 from aioloader._workers.worker_spec import WorkerSpec
 from aioloader.errors import WorkerError
 
-_MOST_TEXT = 20_000
+_MAX_TEXT = 20_000
 _NOTHING = contextlib.nullcontext()
-# The header of a pickle, and its buffers in whatever form they travel.
+# A pickle: its header, and its buffers in the form in which they are sent.
 PackedTask: TypeAlias = tuple[bytes, list[Any]]
 
 
@@ -48,7 +48,7 @@ def pack_request(pipeline: Pipeline, task: BatchTask) -> tuple[bytes, Buffers]:
 def open_request(maker: BatchMaker, request: PackedTask) -> BatchTask:
     """Return the task of a request; set the maker to its epoch.
 
-    If the dataset's ``set_epoch`` raises, the task has a result already.
+    If the dataset's ``set_epoch`` raises, the error is the task's result.
     """
     epochs, *fields = decode(*copied(request, maker.lease))
     task = BatchTask(*fields)
@@ -60,7 +60,7 @@ def open_request(maker: BatchMaker, request: PackedTask) -> BatchTask:
 
 
 def copied(packed: PackedTask, lease: Allocator) -> PackedTask:
-    """Return a pickle with its buffers in writable memory; ``lease`` lends it."""
+    """Copy a pickle's buffers to writable memory, which ``lease`` provides."""
     return packed[0], [_copied(buffer, lease) for buffer in packed[1]]
 
 
@@ -83,15 +83,15 @@ def of_both(task: BatchTask, made: Sequence[float]) -> BatchTimes:
 
 
 def _moved(made: BatchTimes, seconds: float) -> BatchTimes:
-    """Return the times by another clock; those that are not known stay 0."""
+    """Shift the times to another clock; unknown times stay 0."""
     began, read, started, transformed, collated = (
-        at and at + seconds for at in made[:5]
+        moment and moment + seconds for moment in made[:5]
     )
     return began, read, started, transformed, collated, *made[5:]
 
 
 def _to_wall() -> float:
-    """Return the time of day at 0 of ``perf_counter``, which each machine has."""
+    """Return the Unix time at which this machine's ``perf_counter`` was 0."""
     return time.time() - time.perf_counter()
 
 
@@ -109,13 +109,14 @@ def pack_answer(
 def remote(
     maker: BatchMaker, task: BatchTask, result: BatchResult, worker: int
 ) -> BatchResult:
-    """Put a result in the form that is sent, with what failed for this batch."""
+    """Convert a result to the form that is sent, with the batch's failures."""
     maker.policy.latest.clear()  # the loader keeps them
     result.size, result.attempted = task.size, task.extra
     if result.error is not None:
         result.error = RemoteError.of(result.error, worker)  # type: ignore[assignment]
     result.failures = [
-        replace(one, error=RemoteError.of(one.error, worker)) for one in task.failures
+        replace(failure, error=RemoteError.of(failure.error, worker))
+        for failure in task.failures
     ]
     result.retries, result.worker = maker.policy.take_retries(), max(0, worker)
     return result
@@ -128,7 +129,7 @@ def refused(
     error: Exception,
     worker: int,
 ) -> BatchResult:
-    """Return what is sent instead of a result whose pickling has raised ``error``."""
+    """Return the result to send if pickling the real one raised ``error``."""
     error.add_note(f"aioloader: {maker.place('send', task)}")
     problem: Any = RemoteError.of(error, worker)
     refusal = BatchResult(error=problem, state=task.state)
@@ -138,16 +139,16 @@ def refused(
 
 
 def opened(result: BatchResult, task: BatchTask) -> tuple[BatchResult, list[Failure]]:
-    """Return a result that was sent as it was before, and its failures."""
+    """Undo ``remote``: return the result and its failures."""
     task.missing += len(task.indices) - result.size
     if isinstance(result.error, RemoteError):
         result.error = result.error.raisable()
-    failures = [replace(one, error=one.error.raisable()) for one in result.failures]
+    failures = [replace(f, error=f.error.raisable()) for f in result.failures]
     return result, failures
 
 
 def unopened(error: Exception, worker: int) -> BatchResult:
-    """Return what comes instead of a batch that cannot be unpickled."""
+    """Return the result to deliver for a batch that cannot be unpickled."""
     text = f"a batch of worker {worker} could not be unpickled here: {error!r}; return "
     text += "values of classes that this process can import"
     problem = WorkerError(text, worker=worker)
@@ -177,10 +178,10 @@ def deliver(
 class RemoteError:
     """The user's exception, sent from a worker to the loader with its traceback.
 
-    It keeps its type and its text. One that does not survive pickling is rebuilt
-    without its constructor and without attributes that cannot be pickled; if its class
-    cannot be pickled, or its text needs such an attribute, it becomes a ``WorkerError``
-    with the remote text.
+    The exception keeps its type and text. If it does not survive pickling, it is
+    rebuilt without its constructor, and without attributes that cannot be pickled. If
+    its class cannot be pickled, or its text needs such an attribute, it becomes a
+    ``WorkerError`` with the remote text.
     """
 
     # The exception, header and buffers; None if it cannot be pickled.
@@ -194,8 +195,8 @@ class RemoteError:
     @classmethod
     def of(cls, error: BaseException, worker: int) -> "RemoteError":
         error = raisable(error, "user code")
-        stop = next((one for one in STOPS if isinstance(error.__cause__, one)), None)
-        text = "".join(traceback.format_exception(error))[-_MOST_TEXT:]
+        stop = next((kind for kind in STOPS if isinstance(error.__cause__, kind)), None)
+        text = "".join(traceback.format_exception(error))[-_MAX_TEXT:]
         notes = list(getattr(error, "__notes__", ()))
         return cls(_pickled(error), type(error).__name__, text, notes, worker, stop)
 
@@ -221,9 +222,9 @@ class RemoteError:
 
 
 def _pickled(error: BaseException) -> tuple[bytes, list[bytearray]] | None:
-    """Return a pickle that was checked to restore the same type and text.
+    """Return a pickle that restores the same type and, if possible, the same text.
 
-    The text may be another one, such as an address, but not if it cannot be formed.
+    The restored text may differ (it may contain an address), but it must exist.
     """
     cls, said, best = type(error), _said(error), None
     attributes = {k: v for k, v in vars(error).items() if _is_picklable(v)}
@@ -260,10 +261,10 @@ def _is_picklable(value: Any) -> bool:
 
 
 def _restored(header: bytes, buffers: list[bytearray]) -> Any:
-    found = decode(header, buffers)
-    if not isinstance(found, tuple):
-        return found
-    cls, args, attributes = found
+    form = decode(header, buffers)
+    if not isinstance(form, tuple):
+        return form
+    cls, args, attributes = form
     error = cls.__new__(cls, *args)
     error.args = args
     error.__dict__.update(attributes)

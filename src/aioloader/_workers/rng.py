@@ -26,7 +26,7 @@ _KEY = struct.Struct("<4q")
 
 
 def key_of(base_seed: int, *place: int) -> int:
-    """Return a 63-bit seed for a place of at most three numbers: epoch, batch."""
+    """Return a 63-bit seed for up to three numbers, such as epoch and batch."""
     numbers = (*place, -1, -1, -1)[:3]
     digest = hashlib.blake2b(_KEY.pack(base_seed, *numbers), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
@@ -126,7 +126,7 @@ def swapped_in(key: int) -> Iterator[None]:
 
 
 def swapped_for(task: BatchTask) -> contextlib.AbstractContextManager[None]:
-    """Return the context in which plain code for ``task`` draws in a shared process."""
+    """Return a context that seeds plain code of ``task``, then restores the states."""
     key = task.key
     return contextlib.nullcontext() if key is None else swapped_in(key)
 

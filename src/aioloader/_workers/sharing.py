@@ -22,10 +22,10 @@ from torch.multiprocessing.reductions import reduce_typed_storage
 from aioloader._transport.codec import Reducers
 from aioloader._workers.reducers import REDUCERS, is_shared
 
-# In a worker, and the supervisor that forks it: the descriptors that it has received.
+# In a worker, and in the supervisor that forks it: descriptors from the loader.
 received: list[int] = []
 _STORAGE: Any = torch.UntypedStorage
-# These reduce what has no state, or what the pickler knows better.
+# Modules whose reducers are left out: the pickler has better ones.
 _GENERAL = {"multiprocessing.reduction", "torch.multiprocessing.reductions"}
 
 
@@ -40,7 +40,7 @@ class ReceivedDescriptor(NamedTuple):
 
 
 class _Child:
-    """What ``multiprocessing`` asks for when it pickles for a child: descriptors."""
+    """A stand-in for ``multiprocessing``'s child process, to collect descriptors."""
 
     DupFd = ReceivedDescriptor
 
@@ -54,7 +54,7 @@ class _Child:
 
 @contextlib.contextmanager
 def pickling_for_child() -> Iterator[list[int]]:
-    """Yield the descriptors to send, the caller's, of what is pickled meanwhile."""
+    """Collect the descriptors of objects pickled in the block; the caller owns them."""
     child, before = _Child(), context.get_spawning_popen()
     context.set_spawning_popen(child)  # type: ignore[arg-type]
     try:
@@ -68,7 +68,7 @@ def pickling_for_child() -> Iterator[list[int]]:
 
 
 def sharing_reducers() -> Reducers:
-    """Return the reducers, with those that users have registered for a child."""
+    """Return the reducers, with those that users have registered."""
     known = ForkingPickler._extra_reducers  # type: ignore[attr-defined]  # noqa: SLF001  (there is no public way)
     registered = {
         kind: reduce
@@ -111,7 +111,7 @@ def _map_storage(received: ReceivedDescriptor, size: int) -> Any:
 
 
 def _reduce_arena(arena: Any) -> Any:
-    """Reduce what ``multiprocessing`` shares values and arrays in."""
+    """Reduce the memory in which ``multiprocessing`` shares values and arrays."""
     return _map_arena, (arena.size, reduction.DupFd(arena.fd))
 
 

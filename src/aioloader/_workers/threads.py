@@ -27,7 +27,7 @@ _GRACE = 10.0
 class ThreadWorkers(Pool):
     """The threads of one iteration."""
 
-    number: int
+    number: int  # how many threads
     _: KW_ONLY
     reads: bool
     init: Callable[[int], Any] | None  # the user's ``worker_init_fn``

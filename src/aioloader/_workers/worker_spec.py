@@ -1,8 +1,8 @@
 """What a loader sends to its workers once: functions, dataset, surroundings.
 
-Pickled by value, so that lambdas, local classes and notebooks work; large buffers are
-in one memory file that every worker maps privately: there is one copy in total, and no
-worker sees writes of another one or the loader.
+It is pickled by value, so that lambdas, local classes and notebooks work. Large buffers
+are in one memory file, which every worker maps privately: there is one copy in total,
+and no process sees the writes of another.
 """
 
 import contextlib
@@ -66,9 +66,9 @@ class WorkerSpec(Recipe):
     def is_addressed(self) -> bool:
         """Whether each request is for a certain worker, not for any free one.
 
-        True for replicas of a stream, for stateful map-style datasets (each copy's
-        state depends on what it has read), and if random numbers are the worker's own,
-        or the user's init function may have made them so. The turns are torch's.
+        True for replicas of a stream, for stateful map-style datasets (a copy's state
+        depends on the samples it has read), and if the worker's own generators are
+        used, perhaps because of ``worker_init_fn``. Workers take turns as in torch.
         """
         is_own = self.rng == "worker" or self.worker_init_fn is not None
         return is_own or self.is_stream() or self.keeps_state
@@ -93,10 +93,10 @@ class WorkerSpec(Recipe):
             maker.leave_generators()
 
     def pickled(self, reducers: Reducers = REDUCERS) -> tuple[bytes, Buffers]:
-        """Return its pickle; the buffers are not copied.
+        """Pickle the spec; the buffers are not copied.
 
         Raises:
-            WorkerStartError: If it cannot be pickled; names the attribute and a remedy.
+            WorkerStartError: If pickling fails; names the attribute and a remedy.
         """
         try:
             send_by_value_what_cannot_be_imported()
@@ -114,7 +114,7 @@ QUIET = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS":
 def new_python(call: str) -> tuple[str, list[str], dict[str, str]]:
     """Return how to start an interpreter that calls a function of ``process``.
 
-    It never runs the script: what workers need is pickled by value.
+    The interpreter never runs the user's script: workers get a pickled spec.
     """
     executable = os.fsdecode(multiprocessing.spawn.get_executable())
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # noqa: SLF001  (as multiprocessing does)
@@ -134,12 +134,12 @@ def new_python(call: str) -> tuple[str, list[str], dict[str, str]]:
 def _logging_levels() -> dict[str, int]:
     """Return the levels of loggers; the root logger has an empty name."""
     root = logging.getLogger()
-    found = {
+    levels = {
         name: logger.level
         for name, logger in list(root.manager.loggerDict.items())
         if isinstance(logger, logging.Logger) and logger.level
     }
-    return {"": root.level, **found}
+    return {"": root.level, **levels}
 
 
 def _directory(getcwd: Callable[[], str] = os.getcwd) -> str:
@@ -176,9 +176,9 @@ class Surroundings:
     )
 
     def enter(self) -> None:
-        """Apply them to this process, before any user code is imported.
+        """Apply the surroundings to this process, before any user code is imported.
 
-        Libraries that would start threads on import are kept from it.
+        Libraries that would start threads at import are kept from it.
         """
         self.enter_environment()
         os.environ.update(QUIET)
@@ -204,18 +204,18 @@ class Surroundings:
 
 
 def _each(convert: Callable[[Any], Any], objects: Iterable[Any]) -> list[Any]:
-    """Convert objects, but for those that cannot be pickled or imported."""
-    found = []
-    for one in objects:
+    """Convert objects; leave out those that cannot be pickled or imported."""
+    converted = []
+    for part in objects:
         with contextlib.suppress(Exception):
-            found.append(convert(one))
-    return found
+            converted.append(convert(part))
+    return converted
 
 
 def send_by_value_what_cannot_be_imported() -> None:
-    """Register modules for pickling by value that others would not import by name.
+    """Register modules that workers cannot import by name for pickling by value.
 
-    These were loaded from a file: a test by pytest, a configuration, a plugin. Another
+    They were loaded from a file: a test by pytest, a configuration, a plugin. Another
     file on ``sys.path`` may have the same name.
     """
     import cloudpickle
@@ -264,7 +264,7 @@ def _can_import(name: str, file: str | None, is_plain: bool) -> bool:  # noqa: F
 def _is_same_file(
     first: str, second: str | None, stat: Callable[[str], os.stat_result] = os.stat
 ) -> bool:
-    """Tell whether two names, such as one through a link, are of one file."""
+    """Tell whether two names, one perhaps a link, are of one file."""
     try:
         return second is not None and os.path.samestat(stat(first), stat(second))
     except OSError:
@@ -286,8 +286,8 @@ def _spec_of(name: str) -> Any:
 def ship(spec: WorkerSpec) -> list[int]:
     """Write ``spec`` to a memory file; return descriptors, owned by the caller.
 
-    The first is the file, the others are of what workers share with this process. Each
-    buffer is copied only into the file.
+    The first descriptor is the file; the others are shared with workers. Each buffer is
+    copied once, into the file.
     """
     with pickling_for_child() as shared:
         file = _written(*spec.pickled({**sharing_reducers(), **ONLY_TO_WORKERS}))
@@ -298,18 +298,18 @@ def _written(header: bytes, buffers: Buffers) -> int:
     """Return a memory file of a pickle."""
     parts = [memoryview(header), *(buffer.raw() for buffer in buffers)]
     sizes = np.array([len(parts), *(part.nbytes for part in parts)], "<q").tobytes()
-    file, at, small = unnamed_file(), 0, bytearray()
+    file, offset, small = unnamed_file(), 0, bytearray()
     try:
         for part in (memoryview(sizes), *parts):
-            small += bytes(_gap(at + len(small), part.nbytes))
+            small += bytes(_gap(offset + len(small), part.nbytes))
             is_big = part.nbytes >= _BIG
             if not is_big:  # there may be millions
                 small += part
             if is_big or len(small) >= _BIG:
-                at, small = _write(file, memoryview(small), at), bytearray()
+                offset, small = _write(file, memoryview(small), offset), bytearray()
             if is_big:
-                at = _write(file, part, at)
-        _write(file, memoryview(small), at)
+                offset = _write(file, part, offset)
+        _write(file, memoryview(small), offset)
     except BaseException:
         os.close(file)
         raise
@@ -320,15 +320,15 @@ def receive(file: int) -> WorkerSpec:
     """Return the spec in ``file``; its buffers are private, writable mappings.
 
     Raises:
-        WorkerStartError: If it refers to something by a name that is unknown here.
+        WorkerStartError: If the spec names something that cannot be imported here.
     """
     memory = memoryview(mmap.mmap(file, 0, access=mmap.ACCESS_COPY))
     count = int(np.frombuffer(memory, "<q", 1)[0])
-    at, parts = (count + 1) * 8, []
+    offset, parts = (count + 1) * 8, []
     for nbytes in np.frombuffer(memory, "<q", count, 8).tolist():
-        at += _gap(at, nbytes)
-        parts.append(memory[at : at + nbytes])
-        at += nbytes
+        offset += _gap(offset, nbytes)
+        parts.append(memory[offset : offset + nbytes])
+        offset += nbytes
     try:
         spec: WorkerSpec = decode(parts[0], parts[1:])
     except (AttributeError, ImportError) as error:
@@ -340,14 +340,14 @@ def receive(file: int) -> WorkerSpec:
     return spec
 
 
-def _write(file: int, data: memoryview, at: int) -> int:
-    """Write all of ``data``, of which the kernel takes 2 GB at once; return the end."""
+def _write(file: int, data: memoryview, offset: int) -> int:
+    """Write all of ``data``, at most 1 GiB at a time; return the end's offset."""
     while len(data):
-        written: int = write_at(file, data[: 1 << 30], at)
-        data, at = data[written:], at + written
-    return at
+        written: int = write_at(file, data[: 1 << 30], offset)
+        data, offset = data[written:], offset + written
+    return offset
 
 
-def _gap(at: int, nbytes: int) -> int:
-    """Return how many bytes to skip: big buffers have pages of their own."""
-    return -at % (_ALIGN if nbytes >= _BIG else _ALIGN_SMALL)
+def _gap(offset: int, nbytes: int) -> int:
+    """Return how many bytes to skip: big buffers start on a page."""
+    return -offset % (_ALIGN if nbytes >= _BIG else _ALIGN_SMALL)

@@ -1,7 +1,6 @@
-"""Samples and batches as values that can be compared, bit for bit, and counted.
+"""Samples and batches as hashable values, equal if all their bits are.
 
-``==`` does not work for them: on tensors it gives a tensor, and NaN is not equal to
-NaN.
+``==`` will not do: on tensors it returns a tensor, and NaN differs from NaN.
 """
 
 import pickle
@@ -13,11 +12,11 @@ import numpy as np
 import torch
 
 _ATOMS = (str, bytes, int, bool, type(None))
-_MOST = 200  # characters of a batch that a message shows
+_MAX_SHOWN = 200  # characters of a batch that a message shows
 
 
 def frozen(value: Any) -> Hashable:
-    """Return a value that is equal for two values if they are, in every bit.
+    """Return a hashable value that is equal for values with the same bits.
 
     Tensors and arrays are compared by dtype, shape and bytes; containers and plain
     objects by their parts; anything else by its pickle.
@@ -30,7 +29,7 @@ def frozen(value: Any) -> Hashable:
         case torch.Tensor():
             part = _frozen_tensor(value)
         case Mapping():
-            part = tuple((frozen(key), frozen(one)) for key, one in value.items())
+            part = tuple((frozen(k), frozen(v)) for k, v in value.items())
         case list() | tuple():
             part = tuple(map(frozen, value))
         case set() | frozenset():
@@ -61,7 +60,7 @@ def _frozen_array(value: Any) -> Hashable:
 
 
 def compare(
-    where: str, kind: str, expected: list[Any], found: list[Any], start: int = 0
+    where: str, kind: str, expected: list[Any], actual: list[Any], start: int = 0
 ) -> None:
     """Compare two lists of batches or samples, the first of which has number ``start``.
 
@@ -69,7 +68,7 @@ def compare(
         AssertionError: If they differ; names the first difference.
     """
     nothing = object()
-    pairs = zip_longest(expected, found, fillvalue=nothing)
+    pairs = zip_longest(expected, actual, fillvalue=nothing)
     for number, pair in enumerate(pairs, start):
         if frozen(pair[0]) != frozen(pair[1]):
             first, second = ("none" if x is nothing else shown(x) for x in pair)
@@ -81,4 +80,4 @@ def compare(
 def shown(value: Any) -> str:
     """Return a short text of ``value``, for a message."""
     text = " ".join(repr(value).split())
-    return text if len(text) <= _MOST else f"{text[:_MOST]}..."
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."

@@ -189,11 +189,11 @@ class _Resume:
             where, place = self.where, self.place
             if number:
                 where, place = f"{where}, {_NEXT[number]}", 0
-            rest, found = expected, batches
+            rest, actual = expected, batches
             if not in_order:
                 where = f"{where}, in any order"
-                rest, found = _without(rest, found), _without(found, rest)
-            compare(where, "batch", rest, found, place)
+                rest, actual = _without(rest, actual), _without(actual, rest)
+            compare(where, "batch", rest, actual, place)
         return life
 
 
@@ -247,7 +247,7 @@ def _resume_in_new_process(
     chosen = sorted({0, len(resumes) // 2, len(resumes) - 1})
     try:
         send_by_value_what_cannot_be_imported()
-        data = cloudpickle.dumps((make, [resumes[one] for one in chosen], is_async))
+        data = cloudpickle.dumps((make, [resumes[i] for i in chosen], is_async))
     except Exception as error:  # noqa: BLE001  (of the user's __reduce__)
         warn(
             f"resuming in a new process was not checked: {error}; pass a function "
@@ -273,9 +273,9 @@ def resume_here() -> None:
         asyncio.run(_drive_async(law)) if is_async else _drive(law)
 
 
-def _without(batches: list[Any], others: list[Any]) -> list[Any]:
-    """Return the batches that are not among the others, each as often."""
-    counts = Counter(map(frozen, others))
+def _without(batches: list[Any], removed: list[Any]) -> list[Any]:
+    """Return the batches that are not in ``removed``; equal ones are counted."""
+    counts = Counter(map(frozen, removed))
     rest = []
     for batch in batches:
         key = frozen(batch)

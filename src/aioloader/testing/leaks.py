@@ -1,9 +1,8 @@
-"""Checks that code leaks nothing: threads, descriptors, processes, tasks.
+"""Check that code leaks nothing: threads, descriptors, processes, tasks.
 
-A release that continues in the background (a ``break`` drops an iterator; its threads
-and worker processes end a little later) is waited for, for a limited time, before
-anything is called a leak. Helpers of the whole process are not leaks: the fork server
-of worker processes, and ``multiprocessing``'s own servers.
+Some releases continue in the background: after a ``break``, threads and workers end a
+little later. The check waits for them, for a limited time. Helpers of the whole process
+are not leaks: the fork server of workers, and ``multiprocessing``'s servers.
 """
 
 import asyncio
@@ -73,7 +72,7 @@ class Resources:
             "descriptors": [*sorted(now.descriptors - self.descriptors)],
             "children": [_started_by(pid)[0] for pid in now.children - self.children],
         }
-        return {what: found for what, found in left.items() if found}
+        return {kind: leaks for kind, leaks in left.items() if leaks}
 
 
 @contextlib.contextmanager
@@ -116,7 +115,7 @@ def _descriptors() -> Iterator[tuple[int, str]]:
 
 
 def _children() -> Iterator[int]:
-    """Yield all processes below this one, except those that serve all of it."""
+    """Yield all processes below this one, except helpers of the whole process."""
     multiprocessing.active_children()  # reaps ended ones
     below: dict[int, list[int]] = {}
     every = os.listdir(_PROCESSES) if _PROCESSES.exists() else []  # noqa: PTH208  (of many, often)

@@ -1,7 +1,7 @@
 """Assign batches to worker processes: tickets, queues and workers of one pool.
 
 A ticket is one request. It waits here until its queue has room, then in the kernel
-until a worker takes it, and is removed when its result arrives. Synchronous; used under
+until a worker takes it; when its result arrives, it is removed. Synchronous, used under
 the pool's lock. The dispatcher owns the descriptors for requests and batches.
 """
 
@@ -42,7 +42,7 @@ from aioloader.protocols import is_stateful
 # Samples of up to this size travel inside the request.
 _INLINE_BYTES = 1 << 15
 # Batches that a consumer may hold, besides those in flight, before it gets copies.
-_HELD = 4
+_MAX_HELD = 4
 
 
 class Queue(abc.ABC):
@@ -55,20 +55,20 @@ class Queue(abc.ABC):
         """Send the request of a ticket; return whether there was room."""
 
     def close(self) -> None:  # noqa: B027  (some end with their processes)
-        """Close it: workers then see the end of requests."""
+        """Close the queue: workers then see the end of requests."""
 
     def taken(self) -> set[int]:
-        """Return the tickets that only live workers can have."""
+        """Return the tickets that live workers have certainly taken."""
         return set()
 
     def take_back(self) -> Iterator[bytes | memoryview]:
-        """Remove and yield what no worker has taken."""
+        """Remove and yield the requests that no worker has taken."""
         yield from ()
 
 
 @dataclass(eq=False, repr=False)
 class KernelQueue(Queue):
-    """A queue in the kernel, from which each worker takes what it makes."""
+    """A queue in the kernel, from which workers take requests themselves."""
 
     # The far end is passed to workers, and used to take requests back.
     ends: tuple[Channel, Channel] = field(default_factory=Channel.pair)
@@ -91,16 +91,16 @@ class Worker:
     """The loader's view of a worker; the process may change, the number stays."""
 
     number: int
-    queue: Any  # its requests: for it alone, if batches are assigned to workers
+    queue: Any  # of its requests; for this worker alone if batches are assigned
     arena: Any  # the memory of its batches, and its table of those in flight
     pid: int | None = None  # its process, once known
     is_ready: bool = False  # whether the process takes requests
     starts: int = 0  # processes started since the last one that took a batch
     is_stuck: bool = False  # whether its process is being killed: a batch was late
-    # A tuple of the state of its copy of a stateful map-style dataset, after its latest
-    # result; None if not known.
+    # The state of its copy of a stateful map-style dataset after its latest result, in
+    # a tuple; None if not known.
     copy_state: tuple[Any] | None = None
-    # Whether its process has replaced a dead one and was not yet given ``copy_state``.
+    # Whether its process replaces a dead one and still has to get ``copy_state``.
     has_new_copy: bool = False
 
 
@@ -126,8 +126,8 @@ _dumps: Callable[[tuple[Any, ...]], bytes] = partial(pickle.dumps, protocol=5)
 class Dispatcher:
     """Tickets, queues and workers of one pool; ``stack`` closes what it opens.
 
-    ``make_queue`` and ``make_arena`` make what the pool's processes use; where
-    ``has_memory``, samples that the loader has read go through memory too.
+    ``make_queue`` and ``make_arena`` make the queues and the memory of its processes.
+    With ``has_memory``, samples that the loader has read go through memory, too.
     """
 
     def __init__(
@@ -152,8 +152,8 @@ class Dispatcher:
             has_state = is_stateful(spec.dataset)
             self.replicas = StreamReplicas(spec.num_workers, has_state=has_state)
         self.samples: ArenaWriter | None = None
-        # Who may read a slot of samples: any worker with this ticket, or the worker
-        # that has answered it.
+        # The reader of each slot of samples: whichever worker has this ticket, or the
+        # worker that has answered it.
         self._readers: dict[SlotRef, int | Worker] = {}
         if has_memory and not spec.reads:
             self.samples = ArenaWriter()
@@ -187,13 +187,13 @@ class Dispatcher:
             resume = self.replicas.ask(pipeline, worker.number, number)
         elif worker.has_new_copy:
             resume = worker.copy_state
-        asked: tuple[Any, ...]
-        asked = number, indices, task.key, task.sample_keys, task.padding
+        fields: tuple[Any, ...]
+        fields = number, indices, task.key, task.sample_keys, task.padding
         if not self.spec.reads:
-            asked += (task.samples,)
+            fields += (task.samples,)
         name, maker = next(self._names), pipeline.maker
         epochs = maker.epoch, maker.dataset_epoch
-        request = Request(name, id(pipeline), epochs, asked, task.again, resume)
+        request = Request(name, id(pipeline), epochs, fields, task.again, resume)
         self.tickets[name] = Ticket(pipeline, task, request, worker)
         queue = worker.queue
         if queue.waiting or not self._send(queue, request):
@@ -206,7 +206,7 @@ class Dispatcher:
                 queue.waiting.popleft()
 
     def _send(self, queue: Queue, request: Request) -> bool:
-        """Send a request if it is still wanted; return whether it need not wait."""
+        """Send a request, unless it is obsolete; return False if it must wait."""
         ticket = self.tickets.get(request.ticket)
         if ticket is None and request.ticket >= 0:
             return True
@@ -260,7 +260,7 @@ class Dispatcher:
             return None
         task, failures = ticket.task, list[Failure]()
         try:
-            most = self.spec.in_flight + _HELD
+            most = self.spec.in_flight + _MAX_HELD
             lent = [worker.arena.lent for worker in self.workers] if slot else []
             copy = slot is not None and sum(map(len, lent)) >= most
             value = unpack(frame, RESULT_HEAD.size, worker.arena, copy=copy)
@@ -276,14 +276,14 @@ class Dispatcher:
             result = self._note(worker, ticket, result)
         task.samples = []
         if made[4]:
-            # More are requested only of those that fit into the frame, and the socket.
+            # Runs are only for batches that fit into the frame, and the socket.
             share = HOP * (len(frame) / WAITING_BYTES if slot is None else 1)
             ticket.pipeline.note_pace(max(share, made[4] - made[0]), 1)
         ticket.pipeline.receive(task, result, failures)
         return None
 
     def _note(self, worker: Worker, ticket: Ticket, result: BatchResult) -> BatchResult:
-        """Note what a worker has read; return its result as the consumer sees it."""
+        """Note a worker's position; return its result as the consumer sees it."""
         slot, request = ticket.slot, ticket.request
         if slot is not None and self._readers.get(slot) == request.ticket:
             self._readers[slot] = worker
@@ -296,10 +296,10 @@ class Dispatcher:
         return result
 
     def renew(self, dead: Worker, taken: Iterable[int]) -> None:
-        """Prepare for the successor of a worker that had ``taken`` these tickets.
+        """Prepare for the successor of a dead worker that had ``taken`` these tickets.
 
-        It gets the state of the dead worker's copy of the dataset. Samples that only
-        the dead worker would have read are freed.
+        The successor gets the state of the dead worker's copy of the dataset. Samples
+        that only the dead worker would have read are freed.
         """
         dead.arena.close()
         dead.arena = self._make_arena()

@@ -1,9 +1,9 @@
 """The fork server: a clean process that has imported torch and forks on request.
 
 It forks a supervisor for each loader that must not fork the user's process: event loops
-and their clients do not survive a fork. It is single-threaded, runs no user code,
-serves all loaders of a process, and ends with it, when its socket closes. A loader
-keeps its supervisor between epochs (``ServedLauncher``).
+and their clients do not survive a fork. The fork server is single-threaded, runs no
+user code, serves all loaders of a process, and ends with it, when its socket closes. A
+loader keeps its supervisor between epochs (``ServedLauncher``).
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from aioloader._workers.rng import seed_worker
 from aioloader._workers.worker_spec import Surroundings, WorkerSpec, new_python, ship
 from aioloader.errors import WorkerStartError
 
-_PATIENCE = 60.0
+_START_SECONDS = 60.0
 
 
 class ForkServer:
@@ -57,11 +57,12 @@ class ForkServer:
         return not ended
 
     def wait(self) -> str:
-        """Wait until it has imported its modules: its only frame stays unread.
+        """Wait until it has imported its modules; return the names of its threads.
 
-        Return the names of its other threads: with any it must not be forked.
+        With any besides the main thread it must not be forked. Its only frame stays
+        unread, so that every caller sees it.
         """
-        connection.wait([self.channel], _PATIENCE)
+        connection.wait([self.channel], _START_SECONDS)
         try:
             received = self.channel.receive_frame(socket.MSG_PEEK)
         except EOFError:
@@ -71,7 +72,7 @@ class ForkServer:
         if received is None:
             raise WorkerStartError(
                 "the fork server of the worker processes has ended, or has not started "
-                f"within {_PATIENCE:g} s: mend the error that it printed, or use "
+                f"within {_START_SECONDS:g} s: mend the error that it printed, or use "
                 "multiprocessing_context='fork'"
             )
         return bytes(received[0]).decode()
@@ -127,9 +128,8 @@ def warm_up() -> None:
 class ServedLauncher(Launcher):
     """Start workers through a supervisor of the fork server.
 
-    The supervisor unpickles the dataset once, for all of them, unless that starts
-    threads. ``stack`` closes the file of the dataset, and the descriptors of what it
-    shares.
+    The supervisor unpickles the dataset once for all workers, unless that starts
+    threads. ``stack`` closes the dataset's file, and the descriptors that it shares.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """The loader's handle on a supervisor: start workers, learn of deaths, end them.
 
-``iter()`` forks a supervisor from this process (``ForkLauncher``), or the fork server
-has one (``fork_server``).
+``iter()`` forks a supervisor from this process (``ForkLauncher``); or the fork server
+forks it (``ServedLauncher`` in ``fork_server``).
 """
 
 import contextlib
@@ -36,18 +36,16 @@ from aioloader.errors import WorkerDiedError, WorkerStartError
 # Seconds for the supervisor to end everything, and then for the kernel.
 PATIENCE = ASKED + 2 * TERMINATED + 2.0
 # Seconds for a supervisor to accept an instruction.
-_CONGESTED = 1.0
-# Seconds for a forked supervisor to start; to take the locks, at the first fork; the
-# factor by which each later fork has longer; and seconds for all forks together.
-_ALIVE, _UP, _LONGER, _FORKING = 10.0, 0.3, 1.3, 30.0
+_ACCEPT_SECONDS = 1.0
+# Seconds for a forked supervisor to start, and at the first fork to take the locks; the
+# factor by which later forks have longer; and seconds for all forks together.
+_ALIVE_SECONDS, _UP_SECONDS, _LONGER, _FORK_SECONDS = 10.0, 0.3, 1.3, 30.0
 
 
 class Launcher:
     """The channel to a supervisor, which starts workers that share ``ends``."""
 
-    _supervisors: (
-        IdleSupervisors  # of the loader, which waits for the supervisor when it closes
-    )
+    _supervisors: IdleSupervisors  # which wait for the supervisor's end
     control: Channel | None = None
     _supervisor = 0  # pid, once known
     _process: Any = None  # if it is a child of this process
@@ -59,8 +57,8 @@ class Launcher:
     ) -> None:
         """Send an instruction.
 
-        ``"start"`` (worker) comes with the descriptors of its arena and its queue of
-        requests; a note reports the death of a worker after ``"kill"`` (worker).
+        ``"start"`` (worker) needs the descriptors of its arena and its queue. After
+        ``"kill"`` (worker) a report says that the worker died.
 
         Raises:
             OSError: If the supervisor is gone or accepts nothing for a second.
@@ -70,14 +68,14 @@ class Launcher:
             return
         poll = select.poll()
         poll.register(control, select.POLLOUT)
-        poll.poll(_CONGESTED * 1000)
+        poll.poll(_ACCEPT_SECONDS * 1000)
         if not control.send_frame(frame, descriptors):
             raise BlockingIOError("the workers' supervisor accepts no instructions")
 
     def notes(self, timeout: float = 0.0) -> Iterator[SupervisorReport]:
-        """Yield notes as they come, for ``timeout`` seconds; the last is "orphaned".
+        """Yield reports for ``timeout`` seconds; "orphaned" if the supervisor died.
 
-        If the supervisor is replaced meanwhile, those of the next one follow.
+        If it is replaced meanwhile, the reports of its successor follow.
         """
         until = time.monotonic() + timeout
         while (control := self.control) is not None:
@@ -120,16 +118,16 @@ class Launcher:
         self._process = None
 
     def close(self) -> None:
-        """Close what this process holds; without ``end`` the workers are killed."""
+        """Close the channel; without ``end`` the workers are killed."""
         control, self.control = self.control, None
         if control is not None:
             control.shutdown(socket.SHUT_WR)
-            what = control, self._supervisor, self._process, self._patience
+            ending = control, self._supervisor, self._process, self._patience
             self._process = None
-            self._supervisors.wait_later(partial(wait_or_kill, *what))
+            self._supervisors.wait_later(partial(wait_or_kill, *ending))
 
     def advice(self) -> str:
-        """Return what to try if a worker is stuck."""
+        """Return a hint for a stuck worker; "" if there is none."""
         return ""
 
 
@@ -144,20 +142,22 @@ class ForkLauncher(Launcher):
         self._ends = ends
 
     def open(self) -> None:
-        """Fork, and again if another thread held a lock at the time of the fork.
+        """Fork a supervisor; fork again if another thread held a lock at the fork.
 
-        Such a lock stays locked in the child and in every worker, so that supervisor
-        never reports that it is up.
+        Such a lock stays locked in the child, so the supervisor never reports "up".
 
         Raises:
-            WorkerStartError: If none comes up.
+            WorkerStartError: If no supervisor comes up.
         """
-        began, patience, count = time.monotonic(), _UP, 0
-        while time.monotonic() - began < _FORKING:
+        began, patience, count = time.monotonic(), _UP_SECONDS, 0
+        while time.monotonic() - began < _FORK_SECONDS:
             count += 1
             self._fork()
-            heard = [*islice(self.notes(_ALIVE), 1), *islice(self.notes(patience), 1)]
-            if [note.word for note in heard] == ["alive", "up"]:
+            alive, up = (
+                islice(self.notes(_ALIVE_SECONDS), 1),
+                islice(self.notes(patience), 1),
+            )
+            if [report.word for report in (*alive, *up)] == ["alive", "up"]:
                 self._spec = None
                 return
             self.hang_up()
@@ -165,9 +165,9 @@ class ForkLauncher(Launcher):
             self._process.join()
             patience *= _LONGER
         raise WorkerStartError(
-            f"the workers' supervisor was forked {count} times in {_FORKING:g} s and "
-            "was never ready: a lock that another thread of this process holds (of a "
-            "random generator, of logging, or of a library) stays locked in a forked "
+            f"the workers' supervisor was forked {count} times in {_FORK_SECONDS:g} s "
+            "and was never ready: a lock that another thread of this process holds (of "
+            "a random generator, of logging, or of a library) stays locked in a forked "
             "child; use multiprocessing_context='forkserver'"
         )
 
@@ -182,14 +182,16 @@ class ForkLauncher(Launcher):
         return self.control is None
 
     def advice(self) -> str:
-        found: list[str] = [one for one in ("obstore", "grpc") if one in sys.modules]
+        loaded: list[str] = [
+            name for name in ("obstore", "grpc") if name in sys.modules
+        ]
         torch: Any = sys.modules.get("torch")
         if torch is not None and torch.cuda.is_initialized():
-            found.append("CUDA")
-        if not found:
+            loaded.append("CUDA")
+        if not loaded:
             return ""
         return (
-            f"this process has loaded {' and '.join(found)}: objects used before the "
+            f"this process has loaded {' and '.join(loaded)}: objects used before the "
             "fork hang in a forked worker; multiprocessing_context='forkserver' starts "
             "workers without forking this process"
         )

@@ -1,6 +1,6 @@
 """The messages between a loader and its workers; batches are written once.
 
-A request is a small pickle, or a packed batch if it carries samples; a result is a head
+A request is a small pickle, or a packed batch if it carries samples. A result is a head
 (kind, worker, ticket, when the batch was made) and a packed batch.
 
 ``default_collate`` allocates its result in the slot of an arena, where the loader reads
@@ -42,22 +42,22 @@ EncodeBatch: TypeAlias = Callable[[Any, Reducers, int], tuple[bytes, Buffers]]
 RESULT_HEAD = struct.Struct("<BHq8d")
 STAGES = ("fetch", "transform", "collate", "send")
 
-# The kinds of results. READY: the worker takes requests; BATCH: a batch; ANSWER: any
-# ``BatchResult`` of a request; FATAL: the ``RemoteError`` because of which
-# the worker could not start; LEFT: the ``RemoteError`` of leaving the lifespan.
+# The kinds of results. READY: the worker takes requests. BATCH: a batch. ANSWER: any
+# ``BatchResult`` of a request. FATAL: the ``RemoteError`` that prevented the worker's
+# start. LEFT: the ``RemoteError`` of leaving the lifespan.
 READY, BATCH, ANSWER, FATAL, LEFT = range(5)
 
 # slot number (-1: none), start, size; bytes used, bytes of the header, buffers
 _HEAD = struct.Struct("<qqqqqq")
-_PLACE = struct.Struct("<qq")  # first byte and size of a buffer
-_HEADER_INLINE = 1 << 14
+_EXTENT = struct.Struct("<qq")  # first byte and size of a buffer
+_MAX_HEADER_INLINE = 1 << 14
 # Bytes that may wait in the socket of results.
 WAITING_BYTES = 1 << 20
-# Instead of a slot number: a description of so many bytes and raw tensors follow.
+# In place of a slot number: a description of so many bytes follows, then raw tensors.
 _PLAIN = -2
 _PLAIN_HEAD = struct.Struct("<qq")
 # Limit on cached heads: batches of varying sizes need many.
-_MOST_HEADS = 256
+_MAX_HEADS = 256
 
 
 class Request(NamedTuple):
@@ -66,23 +66,22 @@ class Request(NamedTuple):
     ticket: int  # identifies it in the pool; -1: the worker must forget ``iteration``
     iteration: int  # identifies its iteration
     epochs: Any = None  # the arguments of ``BatchMaker.begin``
-    # The first arguments of its ``BatchTask``. Its number is the position in the epoch
-    # or, for a replica, in the worker's own stream; the samples are there if the loader
-    # reads them.
+    # The first arguments of its ``BatchTask``. The batch number is that in the epoch
+    # or, for a replica, in the worker's own stream; samples follow if the loader reads.
     asked: tuple[Any, ...] = ()
     again: bool = False  # as in ``BatchTask``
-    # For a replica whose stream is not open yet: the state to start from and the seeds
-    # of its earlier batches. For the successor of a worker with a copy of a stateful
-    # map-style dataset: a tuple of the copy's last state.
+    # To open a replica's stream: its state, and the seeds of its earlier batches. To
+    # replace a worker with a copy of a stateful map-style dataset: a tuple of the
+    # copy's last state.
     resume: Any = None
-    is_alone: bool = False  # must be alone in flight: another worker has died with it
+    is_alone: bool = False  # must be alone in flight: a worker has died with it
 
 
 class Packer(threading.local):
     """The sender's side: lend memory of a slot, and pack a batch to send.
 
-    Each thread has one batch at a time. Up to ``inline_bytes`` a batch travels inside
-    the frame.
+    Each thread packs one batch at a time; batches of up to ``inline_bytes`` are sent
+    inside the frame.
     """
 
     def __init__(
@@ -90,8 +89,8 @@ class Packer(threading.local):
     ) -> None:
         self._arena = arena
         self._encode = encode
-        self._inline_bytes = max(inline_bytes, _HEADER_INLINE)
-        self._wanted = 0  # by the largest batch so far
+        self._inline_bytes = max(inline_bytes, _MAX_HEADER_INLINE)
+        self._wanted = 0  # bytes of the largest batch so far
         self._forget()
 
     def _forget(self) -> None:
@@ -100,7 +99,7 @@ class Packer(threading.local):
         self._used = 0
 
     def reset(self) -> None:
-        """Start a new batch; memory lent for a failed one is free again."""
+        """Start a new batch; free the memory lent for a failed batch."""
         if self._ref is not None:
             self._arena.free(self._ref)
         self._forget()
@@ -164,7 +163,7 @@ class Packer(threading.local):
             memory = bytearray(end)
             _copy(copies, memoryview(memory))
             return [*_heads((-1, 0, 0), end, header, places), memory]
-        if len(header) > _HEADER_INLINE:
+        if len(header) > _MAX_HEADER_INLINE:
             # E.g. a list of long strings: the header is one more buffer.
             raws.append(memoryview(header))
             addresses.append(0)
@@ -177,19 +176,19 @@ class Packer(threading.local):
         return _heads(ref, used, header, places)
 
     def _place(self, raws: list[memoryview], addresses: list[int]) -> list[Extent]:
-        """Copy other buffers into the slot; move all if it is too small."""
+        """Copy buffers from elsewhere into the slot, or all into a larger slot."""
         if self._ref is not None:
             begin, size = _address(self._view), len(self._view)
-            # Other arrays than tensors' may be in the slot too.
+            # Arrays that belong to no tensor may be in the slot, too.
             places = [(_address(raw) - begin, raw.nbytes) for raw in raws]
-            rest = [k for k, (at, _) in enumerate(places) if not 0 <= at < size]
+            rest = [k for k, (start, _) in enumerate(places) if not 0 <= start < size]
             if not rest:
                 return places
             apart = [raws[k] for k in rest], [addresses[k] for k in rest]
-            others, copies, end = lay_out(*apart, min(self._used, size))
+            moved, copies, end = lay_out(*apart, min(self._used, size))
             if end <= size:
                 _copy(copies, _bytes_of(self._view))
-                for k, place in zip(rest, others, strict=True):
+                for k, place in zip(rest, moved, strict=True):
                     places[k] = place
                 return places
         places, copies, end = lay_out(raws, addresses, 0)
@@ -205,7 +204,7 @@ def _heads(
     slot: tuple[int, int, int], used: int, header: bytes, places: list[Extent]
 ) -> list[bytes]:
     head = _HEAD.pack(*slot, used, len(header), len(places))
-    return [head, *(_PLACE.pack(*place) for place in places), header]
+    return [head, *(_EXTENT.pack(*place) for place in places), header]
 
 
 def _copy(copies: PendingCopies, memory: memoryview) -> None:
@@ -213,35 +212,37 @@ def _copy(copies: PendingCopies, memory: memoryview) -> None:
         memory[start : start + raw.nbytes] = raw
 
 
-# The structure and the leaves of a batch, from the bytes that describe them.
-_described = functools.lru_cache(_MOST_HEADS)(decode)
+# The structure and the leaves of a batch, decoded from their description.
+_described = functools.lru_cache(_MAX_HEADS)(decode)
 
 
 def unpack(
-    frame: bytes | memoryview, at: int, arena: Any, *, copy: bool = False
+    frame: bytes | memoryview, offset: int, arena: Any, *, copy: bool = False
 ) -> Any:
-    """Return the batch that is packed in ``frame`` from byte ``at`` on.
+    """Return the batch that is packed in ``frame`` from byte ``offset`` on.
 
     Its large parts are views of the slot or, with ``copy``, private copies. A consumer
     in inference mode unpacks batches for later, so its mode must not reach them.
     """
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(mode=False):
-            return unpack(frame, at, arena, copy=copy)
-    number, length = _PLAIN_HEAD.unpack_from(frame, at)
+            return unpack(frame, offset, arena, copy=copy)
+    number, length = _PLAIN_HEAD.unpack_from(frame, offset)
     if number == _PLAIN:
-        at += _PLAIN_HEAD.size
-        form, leaves = _described(bytes(frame[at : at + length]))
-        octets = bytearray(frame[at + length :])
+        offset += _PLAIN_HEAD.size
+        form, leaves = _described(bytes(frame[offset : offset + length]))
+        octets = bytearray(frame[offset + length :])
         tensors = [
             torch.from_numpy(np.ndarray(shape, dtype, octets, start))
             for shape, dtype, start in leaves
         ]
         return _assemble(form, iter(tensors))
-    number, start, size, used, length, count = _HEAD.unpack_from(frame, at)
-    at += _HEAD.size
-    places = [_PLACE.unpack_from(frame, at + k * _PLACE.size) for k in range(count)]
-    rest = memoryview(frame)[at + count * _PLACE.size :]
+    number, start, size, used, length, count = _HEAD.unpack_from(frame, offset)
+    offset += _HEAD.size
+    places = [
+        _EXTENT.unpack_from(frame, offset + k * _EXTENT.size) for k in range(count)
+    ]
+    rest = memoryview(frame)[offset + count * _EXTENT.size :]
     if number < 0:
         memory = memoryview(bytearray(rest[length:]))
     else:
@@ -262,25 +263,25 @@ def _assemble(form: Any, tensors: Iterator[torch.Tensor]) -> Any:
     return values if kind is list else tuple(values)
 
 
-def slot_of(frame: bytes | memoryview, at: int) -> SlotRef | None:
+def slot_of(frame: bytes | memoryview, offset: int) -> SlotRef | None:
     """Return the slot of a packed batch, if it has one."""
-    if _PLAIN_HEAD.unpack_from(frame, at)[0] < 0:
+    if _PLAIN_HEAD.unpack_from(frame, offset)[0] < 0:
         return None
-    return SlotRef(*_HEAD.unpack_from(frame, at)[:3])
+    return SlotRef(*_HEAD.unpack_from(frame, offset)[:3])
 
 
-def used_of(frame: bytes | memoryview, at: int) -> int:
-    """Return how many bytes of its slot a packed batch has."""
-    used: int = _HEAD.unpack_from(frame, at)[3]
+def used_of(frame: bytes | memoryview, offset: int) -> int:
+    """Return how many bytes of its slot a packed batch uses."""
+    used: int = _HEAD.unpack_from(frame, offset)[3]
     return used
 
 
 def _form_of(
     value: Any, arrays: list[BatchArray], spans: list[Extent], kinds: list[Any]
 ) -> Any:
-    """Return the structure of a batch; append arrays, their memory, types and shapes.
+    """Return the structure of a batch of plain tensors in lists, tuples and dicts.
 
-    It must consist of plain tensors in lists, tuples and dicts.
+    Appends the arrays, their memory, and their types and shapes to the lists.
     """
     kind = type(value)
     if kind is torch.Tensor:
@@ -302,9 +303,9 @@ def _form_of(
     return kind, keys, tuple([_form_of(part, arrays, spans, kinds) for part in value])
 
 
-@functools.lru_cache(_MOST_HEADS)
+@functools.lru_cache(_MAX_HEADS)
 def _describe(form: Any, *kinds: Any) -> tuple[bytes, list[bytes]]:
-    """Return the head of a frame for such a batch, and the padding after each array."""
+    """Return the head of a frame with such tensors, and the padding after each."""
     leaves, gaps, start = [], [], 0
     for dtype, shape in zip(kinds[::2], kinds[1::2], strict=True):
         array = torch.empty(shape, dtype=dtype, device="cpu").numpy()

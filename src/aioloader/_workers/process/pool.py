@@ -1,8 +1,8 @@
 """The loader's side of its worker processes: requests, results, deaths.
 
-There is no thread: a waiting consumer reads the results that have arrived, sends the
-requests that there is room for, and handles deaths. Meanwhile workers continue by
-themselves, because they take requests from a queue in the kernel.
+There is no thread: a waiting consumer reads the results that have arrived, sends
+requests while there is room, and handles deaths. Meanwhile workers continue, because
+they take requests from a queue in the kernel.
 """
 
 import abc
@@ -42,9 +42,9 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger("aioloader")
 
-# Limits on processes of one worker that end without taking a batch: before the first is
-# ready, and in total, since an idle one may be killed too.
-_STARTS, _STARTS_IN_ALL = 3, 10
+# Limits on processes of one worker that end without taking a batch: before one is
+# ready, and in total, since idle workers may be killed, too.
+_MAX_STARTS, _MAX_STARTS_IN_ALL = 3, 10
 
 
 class WorkerPool(LastingPool):
@@ -96,7 +96,7 @@ class WorkerPool(LastingPool):
     def _replace(self, worker: Worker, exitcode: int, stack: str) -> None:
         """Replace a dead process and recover its batches.
 
-        It wrote its ``stack`` if it crashed.
+        ``stack`` is empty unless the process crashed.
         """
         from aioloader._workers.process.recovery import Death, recover
 
@@ -108,7 +108,7 @@ class WorkerPool(LastingPool):
         died = f"worker {worker.number} (pid {worker.pid}) died, {death.cause}"
         has_been_ready = worker.is_ready
         recover(self._dispatcher, death)
-        if worker.starts >= (_STARTS_IN_ALL if has_been_ready else _STARTS):
+        if worker.starts >= (_MAX_STARTS_IN_ALL if has_been_ready else _MAX_STARTS):
             _LOG.warning("%s; it is not replaced again", died)
             reason = (
                 f"; {worker.starts} processes in a row have died without making a "
@@ -123,7 +123,7 @@ class WorkerPool(LastingPool):
 
     def _fail(self, error: BaseException) -> None:
         """End all iterations: no worker can make their batches."""
-        pipelines = {one.pipeline for one in self._dispatcher.tickets.values()}
+        pipelines = {ticket.pipeline for ticket in self._dispatcher.tickets.values()}
         for pipeline in pipelines:
             pipeline.fail(error)
         self._error = None if pipelines else error  # for the next pipeline that submits
@@ -137,7 +137,7 @@ class WorkerPool(LastingPool):
     def join(self) -> bool:
         """Wait, bounded, until the workers have ended; return whether they have.
 
-        Raises what the dataset's lifespan has raised when one left it.
+        Raises the error of the dataset's lifespan if a worker got one on exit.
         """
         is_gone = self._wait()
         left, self._left = self._left, None
@@ -173,14 +173,14 @@ class WorkerPool(LastingPool):
     def _holders(self, task: BatchTask) -> list[tuple[Worker, InFlight]]:
         tickets = self._dispatcher.tickets
         return [
-            (worker, one)
+            (worker, held)
             for worker in self._dispatcher.workers
-            for one in worker.arena.in_flight()
-            if one.ticket in tickets and tickets[one.ticket].task is task
+            for held in worker.arena.in_flight()
+            if held.ticket in tickets and tickets[held.ticket].task is task
         ]
 
     def is_open(self) -> bool:
-        """Tell whether it takes tasks; notices deaths of idle workers."""
+        """Tell whether the pool takes tasks; notice deaths of idle workers first."""
         self.collect()
         return not self._is_over
 
@@ -189,7 +189,7 @@ class ProcessPool(WorkerPool):
     """Worker processes that Linux's own calls connect; without a thread.
 
     They start by a ``method`` of ``multiprocessing``; ``locker`` page-locks the memory
-    that they write batches to.
+    of batches.
     """
 
     pumps = True
@@ -268,7 +268,7 @@ class ProcessPool(WorkerPool):
     def _collect_results(self) -> None:
         with contextlib.suppress(EOFError):
             while not self._is_over:
-                frames: Any  # all small ones that are there, or else another
+                frames: Any  # all small results that are there, or else a large one
                 frames, self._rest = read_small(self._small, self._rest)
                 frames = frames or (self._results.receive_frame() or ())[:1]
                 if not frames:
@@ -323,7 +323,7 @@ class ProcessPool(WorkerPool):
             self._replace(worker, exitcode, self.stack())
 
     def stack(self, seconds: float = 0) -> str:
-        """Return the stacks that workers write within ``seconds``, or in a crash."""
+        """Return the stacks that workers have written, waiting up to ``seconds``."""
         if self._is_over:
             return ""
         stacks = b""  # written line by line
@@ -364,7 +364,7 @@ class ProcessPool(WorkerPool):
         self._launcher.close()
 
     def _abandon(self) -> None:
-        """Close a forked child's copies; the loader's process is unaffected."""
+        """Close a forked child's copies of descriptors, not the loader's."""
         self._is_over = self._is_ended = True
         self._stack.close()
         self._results.close()

@@ -1,9 +1,9 @@
 """Worker processes of the standard library alone, for every platform that torch has.
 
-Each is a new interpreter, with a pipe for requests and one for results. Threads of the
-loader do what must not block a consumer: one sends, and one per process reads results
-and sees its end. A process gets a request more than it can begin, so that it never
-waits; the others wait here.
+Each process is a new interpreter, with a pipe for requests and one for results. Two
+threads per process keep blocking calls off the consumer: one sends requests, the other
+reads results and reaps the process. A process gets one request more than it can begin,
+so that it never waits; other requests wait here.
 """
 
 import contextlib
@@ -47,9 +47,10 @@ from aioloader.errors import WorkerStartError
 # Before a request: whether it is one (else its process must write its stack); number
 # and size of the segment that is lent with it (-1: none); whether its handle follows.
 LENT = struct.Struct("<?qq?")
-# Seconds between looks at a process whose pipe is silent; for a stack, and between
-# looks at its file; for all threads of a pool to end.
-_LOOK, _STACK, _PAUSE, _PATIENCE = 1.0, 1.0, 0.01, ASKED + 2 * TERMINATED + 2.0
+# Seconds between checks of a process whose pipe is silent; for a stack, and between
+# reads of its file; for all threads of a pool to end.
+_CHECK_SECONDS, _STACK_SECONDS, _PAUSE = 1.0, 1.0, 0.01
+_END_SECONDS = ASKED + 2 * TERMINATED + 2.0
 
 
 class ProcessLink:
@@ -97,9 +98,9 @@ class ProcessLink:
 
         self._sender.post(job)
 
-    def send(self, frame: bytes | None, most: int = 0) -> None:
+    def send(self, frame: bytes | None, segments: int = 0) -> None:
         """Send a request with the memory for its batch; None: ask for the stack."""
-        lent = None if frame is None else self.arena.lend(most)
+        lent = None if frame is None else self.arena.lend(segments)
         number, size, handle = lent or (-1, 0, None)
         head = LENT.pack(frame is not None, number, size, handle is not None)
         try:
@@ -113,14 +114,14 @@ class ProcessLink:
                 os.close(handle)
 
     def hang_up(self) -> None:
-        """Let the process end: it sees no more requests. Later it is made to."""
+        """End the stream of requests; ``look`` terminates the process if it stays."""
         late = time.monotonic() + ASKED
         ends = (late, self.process.terminate), (late + TERMINATED, self.process.kill)
         self.late = self.late or [*ends]
         self._sender.stop(self._requests.close)
 
     def look(self) -> bool:
-        """End a process that is late; return whether it is still there."""
+        """Terminate, then kill a process that is late; return whether it runs."""
         if self.process.poll() is not None:
             return False
         if self.late and time.monotonic() > self.late[0][0]:
@@ -128,7 +129,7 @@ class ProcessLink:
         return True
 
     def reap(self) -> int:
-        """Wait for the end of the process and of those that it has started."""
+        """Wait for the process to end, and kill the processes that it started."""
         self.hang_up()
         while self.look():
             time.sleep(_PAUSE)
@@ -139,7 +140,7 @@ class ProcessLink:
         return int(self.process.returncode)
 
     def stack(self, seconds: float = 0.0) -> str:
-        """Return, once, what the process writes about itself within ``seconds``."""
+        """Return the stacks that the process writes within ``seconds``; clear them."""
         until, text = time.monotonic() + seconds, b""
         with contextlib.suppress(ValueError):  # another thread has closed it
             while True:
@@ -153,7 +154,7 @@ class ProcessLink:
         return text.decode(errors="replace")
 
     def abandon(self) -> None:
-        """Close a forked child's copies."""
+        """Close a forked child's copies of the pipes and files."""
         for end in (self._requests, self.results, self.stacks, self.life):
             with contextlib.suppress(OSError):
                 end.close()
@@ -161,7 +162,7 @@ class ProcessLink:
 
 
 def _inherited(pipes: list[int], files: list[int]) -> tuple[list[int], dict[str, Any]]:
-    """Return what a process inherits, and the options for that; it has a session."""
+    """Return descriptors or handles to inherit, and the options of ``Popen``."""
     if sys.platform != "win32":
         both = pipes + files
         return both, {"pass_fds": both, "start_new_session": True}
@@ -176,7 +177,7 @@ def _inherited(pipes: list[int], files: list[int]) -> tuple[list[int], dict[str,
 
 
 class ProcessQueue(Queue):
-    """Requests for any of some processes, or for one: each gets some at a time."""
+    """Requests for one process or several, of which each gets a few at a time."""
 
     def __init__(self, depth: int) -> None:
         self.waiting = deque()
@@ -249,7 +250,7 @@ class PortablePool(WorkerPool):
         """Take the results of a process; when it has ended, replace it."""
         with contextlib.suppress(EOFError, OSError):
             while True:
-                if link.results.poll(_LOOK / 10 if link.late else _LOOK):
+                if link.results.poll(_CHECK_SECONDS / (10 if link.late else 1)):
                     self._accept(link, link.results.recv_bytes())
                 elif not link.look():
                     break
@@ -293,7 +294,7 @@ class PortablePool(WorkerPool):
             return stack_of(link.process.pid, link.stack)
         link.stack()  # an old one
         link.post(link.send, None)
-        text = link.stack(_STACK)
+        text = link.stack(_STACK_SECONDS)
         return f"its Python stack:\n{text}" if text else "it does not answer"
 
     def end(self) -> None:
@@ -305,7 +306,7 @@ class PortablePool(WorkerPool):
         self._stack.close()
 
     def _hang_up(self) -> None:
-        """End the processes: at first they are asked to."""
+        """Begin to end the processes."""
         self._is_over = True
         for link in list(self._all):
             link.hang_up()
@@ -313,13 +314,13 @@ class PortablePool(WorkerPool):
 
     def _wait(self) -> bool:
         with self._gone:
-            is_gone = self._gone.wait_for(lambda: not self._all, _PATIENCE)
+            is_gone = self._gone.wait_for(lambda: not self._all, _END_SECONDS)
         for link in list(self._all):  # it was stopped as it wrote a result
             link.process.kill()
         return is_gone
 
     def _abandon(self) -> None:
-        """Forget, in a forked child, what belongs to the loader's process."""
+        """Forget the processes, in a forked child of the loader's process."""
         self._is_over = self._is_ended = True
         self._all.clear()
 
@@ -332,7 +333,7 @@ def _warn_of_start(why: str) -> None:
 def start_unforked(
     spec: WorkerSpec, method: str, supervisors: IdleSupervisors, locker: Locker | None
 ) -> WorkerPool:
-    """Start workers without forking this process: by a fork server, or as above."""
+    """Start workers by the fork server if possible, otherwise as new interpreters."""
     lack = lack_of_linux()
     if method == "forkserver":
         from aioloader._workers.process.fork_server import warm_fork_server

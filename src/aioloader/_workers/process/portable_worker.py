@@ -1,7 +1,8 @@
 """A worker process of ``portable``: a new interpreter, and its side of the pipes.
 
-A thread takes every request at once, so that the loader can always send, and notices
-the loader's end; then this process ends, and with it those that it has started.
+A thread takes every request at once, so that the loader can always send. It also
+notices the loader's end; then this process ends, with all processes that it has
+started.
 """
 
 import contextlib
@@ -30,8 +31,8 @@ from aioloader._workers.process.portable import LENT
 from aioloader._workers.process.supervisor import ASKED, kill_group
 from aioloader._workers.worker_spec import receive
 
-# Seconds between looks at the loader: a process that it has forked may keep its pipe.
-_LOOK = 1.0
+# Seconds between checks of the loader: a process that it forked may keep its pipe.
+_CHECK_SECONDS = 1.0
 
 
 class PipeEndpoint(worker_main.Endpoint):
@@ -48,12 +49,12 @@ class PipeEndpoint(worker_main.Endpoint):
         self._is_gone = threading.Event()
 
     def listen(self, stacks: int) -> None:
-        """Take requests, in a thread of its own, until the loader is gone."""
+        """Take requests until the loader is gone; runs in a separate thread."""
         if sys.platform != "win32" and worker_main.STACK_SIGNAL:  # for the main thread
             signal.pthread_sigmask(signal.SIG_BLOCK, {worker_main.STACK_SIGNAL})
         with contextlib.suppress(EOFError, OSError):
             while True:
-                if not self._requests.poll(_LOOK):
+                if not self._requests.poll(_CHECK_SECONDS):
                     if os.name == "posix" and os.getppid() != self._loader:
                         break
                     continue
@@ -97,14 +98,14 @@ class PipeEndpoint(worker_main.Endpoint):
 
 
 def end_all() -> None:
-    """End this process and those that it has started."""
+    """End this process and all processes that it has started."""
     if hasattr(os, "killpg"):
         kill_group(os.getpid())
     os._exit(1)
 
 
 def main(worker: int, loader: int, *ends: int) -> None:
-    """Be a worker, as a process of ``multiprocessing``, which runs its hooks."""
+    """Run a worker as a process of ``multiprocessing``, with its hooks."""
     pipe: Any = connection.Connection
     files = list(ends[2:])
     if sys.platform == "win32":

@@ -1,9 +1,9 @@
 """Recovery after the death of a worker process: no batch is lost.
 
-The table in its arena outlives the worker and records which batches it had taken. Any
-other worker can make a map-style batch again. A stream that the worker was reading
-continues in its successor if it has a state, and is lost otherwise. Also what is said
-of workers that have died or are stuck.
+The table in a worker's arena outlives the worker and records which batches it had
+taken. Any other worker can make a map-style batch again. A stream that the worker was
+reading continues in its successor if it has a state, and is lost otherwise. The texts
+about dead and stuck workers are here, too.
 """
 
 import contextlib
@@ -22,11 +22,11 @@ from aioloader._workers.process.worker_main import STACK_SIGNAL
 from aioloader.errors import WorkerDiedError
 
 # A batch with which this many workers have died is not retried.
-_MOST_DEATHS = 2
+_MAX_DEATHS = 2
 # Seconds for the kernel to kill the workers of a supervisor that has died.
-_ORPHANED = 1.0
-# Seconds to wait for a worker's stack, and then for more of it.
-_FIRST, _MORE = 1.0, 0.05
+_ORPHAN_SECONDS = 1.0
+# Seconds to wait for a worker's stack, and then for the rest of it.
+_STACK_SECONDS, _REST_SECONDS = 1.0, 0.05
 
 
 class Death:
@@ -57,25 +57,24 @@ class Death:
 def recover(dispatcher: Dispatcher, death: Death) -> None:
     """Recover the batches of a dead worker, after its results have been read.
 
-    Its arena is replaced, and with it the table of what it had taken.
+    The worker's arena is replaced, with its table of batches.
     """
     dead, tickets = death.worker, dispatcher.tickets
-    dispatcher.renew(dead, [one.ticket for one in death.taken])
+    dispatcher.renew(dead, [held.ticket for held in death.taken])
     if dispatcher.replicas is not None:
         _end_streams(dispatcher, dispatcher.replicas, death)
-    for one in death.taken:
-        ticket = tickets.get(one.ticket)
+    for held in death.taken:
+        ticket = tickets.get(held.ticket)
         if ticket is None:
             continue
-        # If there were others, the culprit is unknown: next time each has a worker to
-        # itself.
+        # If it had several, the culprit is unknown: next time each has its own worker.
         ticket.deaths += len(death.taken) == 1
         ticket.request = ticket.request._replace(is_alone=True)
-        if ticket.deaths >= _MOST_DEATHS:
-            del tickets[one.ticket]
+        if ticket.deaths >= _MAX_DEATHS:
+            del tickets[held.ticket]
             task = ticket.task
             error = death.error(
-                f", in stage {STAGES[one.stage]!r} of batch {task.number}, sample "
+                f", in stage {STAGES[held.stage]!r} of batch {task.number}, sample "
                 f"indices {shorten(task.indices)}; it is not the first worker that "
                 "this batch has cost",
                 task.number,
@@ -84,7 +83,7 @@ def recover(dispatcher: Dispatcher, death: Death) -> None:
     # A live worker may have taken a request without having noted it yet: that batch is
     # made twice, with equal results, and the later one is dropped.
     workers = dispatcher.workers
-    taken = {one.ticket for worker in workers for one in worker.arena.in_flight()}
+    taken = {held.ticket for worker in workers for held in worker.arena.in_flight()}
     taken |= dead.queue.taken()
     dispatcher.take_back(dead.queue)
     for name, ticket in sorted(tickets.items()):
@@ -97,9 +96,9 @@ def _end_streams(
 ) -> None:
     """End the streams that a dead worker was reading, unless they can continue."""
     dead, tickets = death.worker, dispatcher.tickets
-    held = [tickets[one.ticket] for one in death.taken if one.ticket in tickets]
+    held = [tickets[taken.ticket] for taken in death.taken if taken.ticket in tickets]
     is_hopeless = (
-        len(death.taken) == len(held) == 1 and held[0].deaths + 1 >= _MOST_DEATHS
+        len(death.taken) == len(held) == 1 and held[0].deaths + 1 >= _MAX_DEATHS
     )  # the batch that killed it would kill the next one
     error = death.error(
         "; its position in its iterable dataset is lost, and so is the data that it "
@@ -125,14 +124,14 @@ def _end_streams(
 def await_orphan(pid: int | None) -> None:
     """Wait until the kernel has killed a worker whose supervisor has died.
 
-    This takes microseconds, but until then it may still take a request. The processes
-    that it has started end with it.
+    That takes microseconds, but until then the worker may take a request. Processes
+    that the worker has started are killed, too.
     """
     if pid is not None:
         with contextlib.suppress(ProcessLookupError):
             process = os.pidfd_open(pid)
             try:
-                connection.wait([process], _ORPHANED)
+                connection.wait([process], _ORPHAN_SECONDS)
             finally:
                 os.close(process)
         kill_group(pid)
@@ -156,8 +155,8 @@ def cause_of(exitcode: int) -> str:
 def stack_of(pid: int, read: Callable[[float], str]) -> str:
     """Return the stack of a worker as text; takes about a second at most.
 
-    A stopped worker is continued for this moment and stopped again. ``read`` returns
-    what workers wrote within the given seconds.
+    A stopped worker is continued for a moment and stopped again. ``read`` returns the
+    stacks that workers write within the given seconds.
     """
     is_stopped = _state(pid) == "T"
     read(0)  # old stacks
@@ -165,8 +164,8 @@ def stack_of(pid: int, read: Callable[[float], str]) -> str:
         os.kill(pid, STACK_SIGNAL)
         if is_stopped:
             os.kill(pid, signal.SIGCONT)
-        text = read(_FIRST)
-        while text and (more := read(_MORE)):
+        text = read(_STACK_SECONDS)
+        while text and (more := read(_REST_SECONDS)):
             text += more
     except ProcessLookupError:
         return "it has ended"

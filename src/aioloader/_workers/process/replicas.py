@@ -1,4 +1,4 @@
-"""The streams of workers that each read their own: which have ended, and when all have.
+"""The streams of workers that each read their own, and their ends.
 
 Batch k is for worker k modulo the number of workers: a round robin that skips workers
 whose streams have ended. A stream with a state can continue in another process. Pure
@@ -41,7 +41,7 @@ class StreamReplicas:
     def result_of(
         self, pipeline: Pipeline, task: BatchTask, worker: int
     ) -> BatchResult | None:
-        """Return the result of a request if it is known without the worker."""
+        """Return a request's result if the worker need not be asked; else None."""
         streams = self._streams[pipeline]
         stream = streams[worker]
         if task.again or not stream.has_ended:
@@ -49,7 +49,7 @@ class StreamReplicas:
         if stream.lost is not None:
             lost, stream.lost = stream.lost, None
             return BatchResult(error=lost, has_ended=True)
-        if all(one.has_ended for one in streams):
+        if all(each.has_ended for each in streams):
             return BatchResult(is_end=True, has_ended=True)
         return BatchResult(is_empty=True, has_ended=True)
 
@@ -67,7 +67,7 @@ class StreamReplicas:
         return None if stream.has_begun else self.resume_of(pipeline, worker)
 
     def resume_of(self, pipeline: Pipeline, worker: int) -> Any:
-        """Return the state that a stream continues from, and its seeds; or None."""
+        """Return the state from which a stream continues, and its seeds; or None."""
         state = self._streams[pipeline][worker].state
         state = state or pipeline.bookmark.states.get(worker)
         if state is None:
@@ -115,7 +115,7 @@ class StreamReplicas:
         return continued
 
     def _rewind(self, stream: _ReplicaStream) -> bool:
-        """Let a stream start from its last state; return whether that is known."""
+        """Restart a stream from its last state; return False if that is unknown."""
         if stream.read is None:
             return False
         bookmark = stream.read.position()

@@ -1,10 +1,10 @@
 """The supervisor: the parent of a loader's workers, in a process below the user's.
 
-It forks the workers with its copy of the dataset, reports starts and deaths to the
-loader, forks replacements, and ends everything: it waits, then terminates, then kills.
-One kind is forked from the user's process by ``iter()``, for one set of workers, and
-inherits the dataset. The other is forked from the clean fork server, serves a loader
-from epoch to epoch, and unpickles the dataset again for each set of workers.
+A supervisor forks workers with its copy of the dataset, reports starts and deaths to
+the loader, forks replacements, and ends everything: it waits, then terminates, then
+kills. ``iter()`` forks one from the user's process, for one set of workers; it inherits
+the dataset. The fork server forks the other kind, which serves a loader from epoch to
+epoch, and unpickles the dataset for each set of workers.
 """
 
 import contextlib
@@ -40,10 +40,14 @@ from aioloader._workers.worker_spec import Surroundings, WorkerSpec, receive
 # Seconds for workers to end by themselves, and then after SIGTERM.
 ASKED = 3.0
 TERMINATED = 1.0
-# The exit status of a worker whose supervisor has died too.
+# The exit status of a worker whose supervisor has died, too.
 UNKNOWN = -1000
 # Signals that supervisor and workers handle themselves.
-_OURS = {signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGCHLD", signal.SIGTERM)}
+_OWN_SIGNALS = {
+    signal.SIGINT,
+    signal.SIGTERM,
+    getattr(signal, "SIGCHLD", signal.SIGTERM),
+}
 
 
 class SupervisorReport(NamedTuple):
@@ -65,9 +69,9 @@ class Supervisor:
 
     control: Channel  # to the loader
     loader: int  # watches its process
-    user: int  # the pid of that process
-    # What the workers do, if they inherit it; None: each unpickles the file. Without
-    # it, sets of workers follow each other, each with a file that the loader sends.
+    user: int  # the pid of the loader's process
+    # The workers' spec, if they inherit it; None: the loader sends a file with each set
+    # of workers, which unpickle it.
     spec: WorkerSpec | None = None
     ends: Sequence[int] = ()  # the descriptors that all workers share
     collects: bool = True  # whether the garbage collector of the workers is on
@@ -76,7 +80,7 @@ class Supervisor:
         self._is_served = self.spec is None
         self._file = -1
         self._surroundings: Surroundings | None = None
-        # By what watches each process: the worker, the process.
+        # By pidfd of each process: the worker's number, the process.
         self._workers: dict[int, tuple[int, Any]] = {}
         # ``multiprocessing.parent_process()`` in a worker: the user's process.
         self._parent: Any = _parent_by(self.user, self.loader)
@@ -130,7 +134,8 @@ class Supervisor:
     ) -> bool:
         """Enter the surroundings and unpickle; return whether workers can be forked.
 
-        If not, this process ends: its workers would take requests and lose them.
+        If they cannot, this process ends: its workers would take requests and lose
+        them.
         """
         self._file, *self.ends = descriptors
         self._surroundings = surroundings
@@ -276,7 +281,7 @@ def _try_locks() -> None:
 
 
 def _parent_by(pid: int, watched: int) -> Any:
-    """Return a watched process as a parent process of ``multiprocessing``."""
+    """Make ``multiprocessing``'s view of a parent process from a pid and its pidfd."""
     known = multiprocessing.parent_process()
     name = "MainProcess" if known is None else known.name
     process: Any = multiprocessing.process
@@ -288,16 +293,16 @@ def _ignored_signals() -> dict[int, Any]:
 
     The handlers are user code, meant for the user's process.
     """
-    found: dict[int, Any] = {}
-    for number in signal.valid_signals() - _OURS:
+    handlers: dict[int, Any] = {}
+    for number in signal.valid_signals() - _OWN_SIGNALS:
         handler = signal.getsignal(number)
         if callable(handler):
-            found[number] = handler
+            handlers[number] = handler
             signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    return found
+    return handlers
 
 
 def kill_group(pid: int) -> None:
@@ -312,5 +317,5 @@ def names_of_threads() -> str:
     if len(tasks) < 2:
         return ""
     main = threading.main_thread()
-    names = [one.name for one in threading.enumerate() if one is not main]
+    names = [thread.name for thread in threading.enumerate() if thread is not main]
     return ", ".join(names or [task.read_text().strip() for task in tasks][1:])

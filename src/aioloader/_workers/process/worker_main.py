@@ -1,10 +1,10 @@
 """The main loop of a worker process: take a request, make its batch, send it.
 
 Plain code runs in the main thread, request by request (``_serve_sync``). If a part is
-``async``, the loader's own pipeline runs inside the worker, on a private loop that
-reads many samples at once, across batch boundaries; another thread runs the plain code
-(``_Server``). The process is one of ``multiprocessing``, which runs its hooks at start
-and exit; the supervisor ends one that hangs.
+``async``, the loader's own pipeline runs inside the worker (``_Server``): on a private
+loop that reads many samples at once, across batch boundaries, with a thread for plain
+code. The process is one of ``multiprocessing``, which runs its hooks at start and exit;
+the supervisor ends a worker that hangs.
 """
 
 import abc
@@ -57,12 +57,12 @@ from aioloader.protocols import Kind
 
 MOST_INLINE = (1 << 16) - 1024
 _CODES = {stage: code for code, stage in enumerate(STAGES)}
-# Of Linux, or of macOS, where it is ignored by default; 0: there is none.
+# On Linux a real-time signal; on macOS SIGINFO, ignored by default; 0: none.
 STACK_SIGNAL = int(getattr(signal, "SIGINFO", 0))
 if hasattr(signal, "SIGRTMIN"):
     STACK_SIGNAL = int(signal.SIGRTMIN) + 7
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-_KEPT_BYTES, _MAPPED_BYTES = 1 << 26, 1 << 25
+_TRIM_BYTES, _MMAP_BYTES = 1 << 26, 1 << 25
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 
 
@@ -70,22 +70,22 @@ class WorkerDescriptors(NamedTuple):
     """Descriptors of a worker."""
 
     arena: int  # the memory for its batches, and the table of those in flight
-    requests: int  # for any worker or for this one
-    results: int  # of all workers, as what follows
+    requests: int  # the queue of requests, for any worker or for this one
+    results: int  # of all workers, as the next three
     small: int  # the pipe of small results
     stacks: int  # where ``faulthandler`` writes stacks on request
-    samples: int = -1  # the memory of samples that the loader has read, if it reads
+    samples: int = -1  # memory of samples, if the loader reads them
 
 
 class Endpoint(abc.ABC):
     """The worker's side of its pool, for sync and async serving."""
 
-    spec: WorkerSpec  # with what follows, after ``prepare``
+    spec: WorkerSpec  # set by ``prepare``, as is the maker
     maker: BatchMaker
 
     def __init__(self, worker: int, arena: Any) -> None:
         self.id = worker
-        self._arena = arena  # the memory for its batches, and the table of them
+        self._arena = arena  # memory of its batches, and the table of batches
         self._packer = Packer(arena, MOST_INLINE)
 
     def prepare(self, spec: WorkerSpec) -> None:
@@ -105,7 +105,7 @@ class Endpoint(abc.ABC):
         raise SystemExit(1)
 
     def leave(self, leave: Callable[[], object]) -> None:
-        """Call ``leave``; send what it raises, or print it if the loader is gone."""
+        """Call ``leave``; send its error, or print it if the loader is gone."""
         try:
             leave()
         except BaseException as error:  # of the user's code
@@ -160,7 +160,7 @@ class Endpoint(abc.ABC):
     def answer(
         self, task: BatchTask, ticket: int, place: int, result: BatchResult
     ) -> None:
-        """Send the result of a request; it is no longer in flight then."""
+        """Send the result of a request, which is then no longer in flight."""
         if isinstance(result.error, (KeyboardInterrupt, SystemExit)):
             _end_process(result.error)
         self.enter("send", place)
@@ -219,7 +219,7 @@ class KernelEndpoint(Endpoint):
         self._requests.pause(seconds)
 
     def send_frame(self, kind: int, frame: bytes) -> None:
-        # Only batches: what else a worker says must stay in order.
+        # Only batches: the other messages of a worker must stay in order.
         if kind != BATCH or not write_small(self._ends.small, frame):
             self._results.send_frame(frame)
 
@@ -237,8 +237,8 @@ def _end_process(error: BaseException) -> NoReturn:
 
 def settle(worker: int, ends: WorkerDescriptors, supervisor: int) -> None:
     """Make this process a worker: signals, session, name, threads."""
-    # Its children end with it, and debuggers may read the terminal. Where Linux groups
-    # tasks by session (sched_autogroup), a worker gets its share next to busy sessions.
+    # A session of its own: its children end with it, and debuggers may read the
+    # terminal. Linux may share processor time by session (sched_autogroup).
     os.setsid()
     reopen_files()
     for number in (signal.SIGTERM, signal.SIGCHLD):
@@ -252,16 +252,16 @@ def settle(worker: int, ends: WorkerDescriptors, supervisor: int) -> None:
 def tune(worker: int, stacks: int) -> None:
     """Name this process, and keep the memory of freed samples for the next batch.
 
-    By default large blocks return to the kernel, and every batch has page faults. In a
-    crash, and where the signal comes, the process writes its stacks to a file.
+    By default large blocks return to the kernel, and every batch causes page faults. In
+    a crash, and on ``STACK_SIGNAL``, the process writes its stacks to a file.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
     with contextlib.suppress(AttributeError, OSError, TypeError):  # only Linux has all
         libc, name = ctypes.CDLL(None), f"aioloader-{worker}".encode()
         libc.prctl(_PR_SET_NAME, name, 0, 0, 0)
-        libc.mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
-        libc.mallopt(_M_MMAP_THRESHOLD, _MAPPED_BYTES)
+        libc.mallopt(_M_TRIM_THRESHOLD, _TRIM_BYTES)
+        libc.mallopt(_M_MMAP_THRESHOLD, _MMAP_BYTES)
     faulthandler.enable(stacks)
     if STACK_SIGNAL:
         signal.signal(STACK_SIGNAL, partial(write_last_error, stacks))
@@ -269,7 +269,7 @@ def tune(worker: int, stacks: int) -> None:
 
 
 def write_last_error(stacks: int, *_: object) -> None:
-    """Add to the stack, for a timeout, what reads are being retried after."""
+    """Add the last error of reads that are being retried to the stack."""
     with contextlib.suppress(OSError):
         os.write(stacks, last_error().encode())
 
@@ -352,10 +352,10 @@ _OVER = -1
 
 
 class _Server:
-    """Requests in, tasks to the pipeline, results to the endpoint.
+    """Pass requests to a pipeline inside the worker, and its results to the endpoint.
 
-    The main thread takes requests, at most ``window`` at a time, so that other workers
-    can take the batches that have not started.
+    The main thread takes at most ``window`` requests at a time, so that other workers
+    can take batches that have not started.
     """
 
     def __init__(self, endpoint: Endpoint) -> None:
@@ -365,7 +365,7 @@ class _Server:
         self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
         for place in range(self._size):
             self._free.put(place)
-        # By the task's identity: the ticket, and the places that are free afterwards.
+        # By the task's identity: the ticket, and the places that it occupies.
         self._held: dict[int, tuple[int, list[int]]] = {}
         self._runners = Runners(spec.dataset, spec.lifespan)
         self._runners.keep()
@@ -395,8 +395,8 @@ class _Server:
                     pipeline.dismiss()
                 self._free.put(place)
                 continue
-            others = self._size - 1 if request.is_alone else 0
-            places = [place, *(self._free.get() for _ in range(others))]
+            extra = self._size - 1 if request.is_alone else 0
+            places = [place, *(self._free.get() for _ in range(extra))]
             task = endpoint.take(request, place)
             self._held[id(task)] = request.ticket, places
             if task.result is not None:

@@ -1,8 +1,8 @@
 """A Ray actor: one worker, with the loader's own pipeline inside.
 
-A call of ``make`` blocks its thread until the batch is made, so Ray queues what the
-worker has no room for, and can cancel it; questions have another thread. Ray restarts
-an actor that has died, without its state. This file needs no Ray: Ray imports it, on
+A call of ``make`` blocks its thread until the batch is made, so Ray queues further
+calls, and can cancel them; other methods run in another thread. Ray restarts an actor
+that has died, without its state. This module does not import Ray: Ray imports it, on
 any machine.
 """
 
@@ -126,7 +126,7 @@ def _opened(packed: PackedTask) -> WorkerSpec:
     read-only tensors: all workers of the node would see a write to one.
     """
     header, buffers = packed
-    mine = [one if len(one) >= _SHARED_BYTES else bytearray(one) for one in buffers]
+    mine = [raw if len(raw) >= _SHARED_BYTES else bytearray(raw) for raw in buffers]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The given (NumPy array|buffer) is not writ")
         spec: WorkerSpec = decode(header, mine)

@@ -1,10 +1,10 @@
 """The loader's side of its Ray actors: requests, answers, retries.
 
 Ray places actors, and restarts those that die, alone or with their node. A batch whose
-actor has died waits for one that has no other batch, and is given up if that dies too.
-Everything runs in one thread, to which others post: consumers that want a batch, Ray
-when it has an answer, and the code that ends the pool. So there are no locks and no
-polling. A batch is copied once, out of Ray's read-only store.
+actor has died waits for an actor without batches, and fails if that dies, too.
+Everything runs in one thread, to which the others post: consumers their requests, Ray
+its answers, and the code that ends the pool. So there are no locks and no polling. A
+batch is copied once, out of Ray's read-only store.
 """
 
 import bisect
@@ -32,11 +32,11 @@ from aioloader.errors import LoaderClosedError, WorkerDiedError
 from aioloader.protocols import own_datasets
 
 # Seconds at the end: to leave a dataset's lifespan, then for actors to end.
-_LEAVE, _GONE = 3.0, 5.0
+_LEAVE_SECONDS, _END_SECONDS = 3.0, 5.0
 # How long a stack may take, in seconds.
-_STACK = 1.0
+_STACK_SECONDS = 1.0
 # How often Ray starts a worker that dies before it is ready.
-_STARTS = 3
+_MAX_STARTS = 3
 # The concurrency group of calls that do not wait for batches.
 _ASIDE = "aside"
 
@@ -49,9 +49,7 @@ class _ActorSlot:
 
     number: int
     actor: Any
-    begun: ActorStarted | None = (
-        None  # the report of the actor's process that it is ready
-    )
+    begun: ActorStarted | None = None  # the report that its process is ready
     # The batches that it has, the oldest first.
     tickets: "list[_ActorTask]" = field(default_factory=list)
 
@@ -60,12 +58,12 @@ class _ActorSlot:
 class _ActorTask:
     """A batch in flight."""
 
-    number: int  # its place among all requests
+    number: int  # its position among all requests
     pipeline: Pipeline
     task: BatchTask
     has_failed: bool = False  # whether an actor has died with it
     seat: _ActorSlot | None = None  # the worker that it was sent to
-    begun: ActorStarted | None = None  # the process there
+    begun: ActorStarted | None = None  # the process of that worker
     since: float = 0.0  # when it was sent
     answer: Any = None  # Ray's reference to its answer; None while it waits
 
@@ -82,11 +80,10 @@ class RayPool(LastingPool):
         )
         self._spec, self._needs = spec, workers.resources
         at_once = 1 if spec.is_plain else spec.window
-        # One that makes a batch at a time gets a second one, so that it never waits,
-        # which another may take over when it becomes idle.
+        # Queue a second batch at single-batch actors; an idle actor may steal it.
         self._depth = 2 if spec.is_plain else at_once
         self._recalls = spec.is_plain and not spec.is_addressed
-        # What an actor begins with.
+        # The arguments of ``RayActor.begin``.
         self._settings: tuple[Any, ...] = (
             self._ray.put(spec.pickled()),
             [*sys.path],
@@ -96,7 +93,7 @@ class RayPool(LastingPool):
             concurrency_groups={_ASIDE: 1},
             max_concurrency=at_once,
             max_restarts=-1,
-            max_task_retries=_STARTS - 1,  # of ``begin``
+            max_task_retries=_MAX_STARTS - 1,  # of ``begin``
             **workers.options(),
         )(RayActor)
         self._thread = CpuThread("aioloader-ray")
@@ -126,7 +123,7 @@ class RayPool(LastingPool):
             f"{time.monotonic() - ticket.since:.2f} s"
         )
         try:
-            stack = self._ray.get(_aside(seat.actor.where), timeout=_STACK)
+            stack = self._ray.get(_aside(seat.actor.where), timeout=_STACK_SECONDS)
         except Exception:  # stuck in native code, or gone
             return f"{text}; it does not answer"
         return f"{text}, at:\n{stack}"
@@ -147,15 +144,15 @@ class RayPool(LastingPool):
             self._thread.stop(self._ended.set)
 
     def join(self) -> bool:
-        is_gone = self._ended.wait(_LEAVE + _GONE + 1.0)
+        is_gone = self._ended.wait(_LEAVE_SECONDS + _END_SECONDS + 1.0)
         if is_gone:
-            self._thread.join(_GONE)
+            self._thread.join(_END_SECONDS)
         return is_gone
 
     def _find(self, task: BatchTask) -> _ActorTask | None:
         """Return the ticket of ``task``, if a worker has it."""
-        tickets = [one for seat in self._seats for one in seat.tickets[:]]
-        return next((one for one in tickets if one.task is task), None)
+        tickets = (ticket for seat in self._seats for ticket in seat.tickets[:])
+        return next((ticket for ticket in tickets if ticket.task is task), None)
 
     def _refuse(self, pipeline: Pipeline) -> None:
         pipeline.fail(
@@ -165,7 +162,7 @@ class RayPool(LastingPool):
 
     def _waits(self) -> str:
         """Return text that explains why no actor has a batch."""
-        number, ready = len(self._seats), sum(bool(one.begun) for one in self._seats)
+        number, ready = len(self._seats), sum(bool(seat.begun) for seat in self._seats)
         if ready == number:
             return f"waits for one of {ready} Ray actors to be free"
         free, total = self._ray.available_resources(), self._ray.cluster_resources()
@@ -193,7 +190,7 @@ class RayPool(LastingPool):
         seat.actor = self._make_actor.remote(seat.number)
 
     def _begin(self, seat: _ActorSlot) -> None:
-        """Let a worker begin, as soon as Ray has placed its actor somewhere."""
+        """Start a worker as soon as Ray has placed its actor."""
         seat.begun = None
         begun = seat.actor.begin.remote(*self._settings)
         self._when(begun, partial(self._has_begun, seat))
@@ -213,8 +210,8 @@ class RayPool(LastingPool):
     def _fail(self, error: BaseException) -> None:
         """End all iterations: no actor can make their batches."""
         held = [ticket for seat in self._seats for ticket in seat.tickets]
-        found = {ticket.pipeline for ticket in (*held, *self._waiting)}
-        pipelines = [one for one in found if not one.is_closing]
+        waiting = {ticket.pipeline for ticket in (*held, *self._waiting)}
+        pipelines = [pipeline for pipeline in waiting if not pipeline.is_closing]
         self._error = None if pipelines else error  # for the next pipeline that submits
         self.end()
         for pipeline in pipelines:
@@ -279,16 +276,16 @@ class RayPool(LastingPool):
         self._when(answer, partial(self._take, seat, ticket, answer))
 
     def _forget(self, pipeline: Pipeline) -> None:
-        self._waiting = [one for one in self._waiting if one.pipeline is not pipeline]
+        self._waiting = [t for t in self._waiting if t.pipeline is not pipeline]
         for seat in self._seats if not self._is_over else ():
             for ticket in seat.tickets[1:]:
                 if ticket.pipeline is pipeline:
                     self._recall(seat, ticket)
 
     def _recall(self, seat: _ActorSlot, ticket: _ActorTask) -> None:
-        """Let Ray cancel a batch that is queued at an actor, and queue it here again.
+        """Cancel a batch that is queued at an actor, and queue it here again.
 
-        Ray cancels it when it would begin; if it has begun, Ray drops its answer.
+        Ray cancels the call when it would begin; if it has begun, Ray drops its answer.
         """
         self._ray.cancel(ticket.answer)
         seat.tickets.remove(ticket)
@@ -314,7 +311,7 @@ class RayPool(LastingPool):
     def _lose(
         self, seat: _ActorSlot, ticket: _ActorTask, error: BaseException | None
     ) -> None:
-        """Retry a batch whose actor has died, or has been restarted since (None)."""
+        """Retry a batch whose actor died, or (``error`` None) was restarted."""
         if not self._ray.is_initialized():  # Ray would start a new cluster
             self._fail(
                 error or LoaderClosedError("the Ray workers have ended; iterate again")
@@ -331,7 +328,7 @@ class RayPool(LastingPool):
 
     def _put_back(self, ticket: _ActorTask) -> None:
         if not ticket.pipeline.is_closing:
-            bisect.insort(self._waiting, ticket, key=lambda one: one.number)
+            bisect.insort(self._waiting, ticket, key=lambda waiting: waiting.number)
 
     def _end(self) -> None:
         # By now another cluster or none may be connected: Ray then refuses.
@@ -344,11 +341,11 @@ class RayPool(LastingPool):
     def _end_actors(self) -> None:
         if self._spec.lifespan is not None or own_datasets(self._spec.dataset):
             begun = [seat for seat in self._seats if seat.begun]
-            self._await([_aside(seat.actor.leave) for seat in begun], _LEAVE)
+            self._await([_aside(seat.actor.leave) for seat in begun], _LEAVE_SECONDS)
         for seat in self._seats:
             self._ray.kill(seat.actor)
         # Calls to them fail when they are gone.
-        self._await([_aside(seat.actor.where) for seat in self._seats], _GONE)
+        self._await([_aside(seat.actor.where) for seat in self._seats], _END_SECONDS)
 
     def _await(self, references: list[Any], seconds: float) -> None:
         if references:

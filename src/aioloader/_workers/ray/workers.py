@@ -95,13 +95,13 @@ class RayWorkers:
 
     def options(self) -> dict[str, Any]:
         """Return Ray's options of an actor."""
-        found: dict[str, Any] = {
+        known: dict[str, Any] = {
             option: self.resources[name]
             for name, option in _OPTIONS.items()
             if name in self.resources
         }
         own = {name: n for name, n in self.resources.items() if name not in _OPTIONS}
-        return {**found, "resources": own, "scheduling_strategy": "SPREAD"}
+        return {**known, "resources": own, "scheduling_strategy": "SPREAD"}
 
     def connect(self) -> tuple[Any, object]:
         """Return the connected module ``ray``, and an object that keeps it connected.
@@ -121,11 +121,11 @@ class RayWorkers:
                 _ours = weakref.ref(mine)
                 weakref.finalize(mine, _disconnect, ray, _session(ray)).atexit = False
                 return ray, mine
-            found = ray.get_runtime_context().gcs_address
-            if self.address not in {None, "auto", "local", found}:
+            current = ray.get_runtime_context().gcs_address
+            if self.address not in {None, "auto", "local", current}:
                 raise ValueError(
                     f"RayWorkers(address={self.address!r}): this process is already "
-                    f"connected to the Ray cluster at {found!r}"
+                    f"connected to the Ray cluster at {current!r}"
                 )
             self._connection = _ours() if _ours is not None else None
         if self._connection is not None:
@@ -159,13 +159,13 @@ class RayWorkers:
 
 
 class _RayConnection:
-    """A connection made by this process, which ends with its last user."""
+    """A connection that this process has made; it ends with its last user."""
 
     __slots__ = ("__weakref__",)
 
 
 # Seconds for a cluster to answer.
-_PROBED = 5.0
+_PROBE_SECONDS = 5.0
 # One process has one connection to Ray.
 _LOCK = fork_safe(threading.Lock())
 _ours: "weakref.ref[_RayConnection] | None" = None
@@ -180,12 +180,12 @@ def _check_client(name: str, address: str | None) -> None:
 
 
 def _probe(address: str) -> None:
-    """Check that a server listens there: Ray would try for minutes."""
+    """Check that a server listens at ``address``: Ray would try for minutes."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():  # "auto", "local", what only Ray knows
         return
     try:
-        socket.create_connection((host.strip("[]"), int(port)), _PROBED).close()
+        socket.create_connection((host.strip("[]"), int(port)), _PROBE_SECONDS).close()
     except OSError as error:
         raise ConnectionError(
             f"no Ray cluster at {address!r}: {error}; give the address that "

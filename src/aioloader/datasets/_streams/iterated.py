@@ -79,7 +79,7 @@ class Iterated(Dataset[Sample_co], OwnStream):
         if (cost := deal.cost()) is not None:
             warn(cost)
         agrees = world_size > 1 or self.has_peers
-        store = self.rank_store.found() if agrees else None
+        store = self.rank_store.resolved() if agrees else None
         agreement = (
             Agreement(store, deal.rank, ranks, epoch, workers) if store else None
         )
@@ -226,7 +226,7 @@ class Iterated(Dataset[Sample_co], OwnStream):
         )
 
     def _end_talk(self, tail: Tail, at: tuple[int, int]) -> EpochEndRounds | None:
-        store, (rank, ranks) = self.rank_store.found(), self.ranks or (0, 1)
+        store, (rank, ranks) = self.rank_store.resolved(), self.ranks or (0, 1)
         if store is None:
             return None
         what = [self.describe(), self.places(), tail]
