@@ -180,7 +180,7 @@ def refuse_double_split(part: RankPart, dataset: Any, *samplers: Any) -> None:
                 f"{asked} and a {type(sampler).__name__} of {count} replicas would "
                 "both split the samples: each rank would get 1 of "
                 f"{part.world_size * count} samples; leave out one of them (rank=, or "
-                "the sampler; Lightning puts none in with "
+                "the sampler; Lightning adds none with "
                 "use_distributed_sampler=False)"
             )
     # A chain's samples are split by the loader, so its streams must not be sharded.

@@ -56,7 +56,7 @@ _HINT = (
 )
 _WORKERS_HINT = (
     _HINT + "; once a worker that reads has ended, its rank is ahead of the others: "
-    "load the own state of each rank, on as many ranks and workers"
+    "load each rank's own state, on the same number of ranks and workers"
 )
 _SEED_HINT = "give the loaders of all ranks the same sampler, seeded alike"
 
