@@ -29,7 +29,7 @@ from samples import AsyncBatchMap, AsyncMap, AsyncStream, SyncMap, SyncStream
 def set_up(loader: DataLoader[Any]) -> RecordedSettings:
     """Return how a loader is set up, after an epoch."""
     assert list(loader)
-    return replace(loader._live.setting(), cores=8)
+    return replace(loader._live.settings(), cores=8)
 
 
 def offered(setting: RecordedSettings, ticks: Ticks = WAITING) -> dict[str, str]:
@@ -103,7 +103,7 @@ def test_what_the_loader_chooses() -> None:
     loader: DataLoader[Any] = DataLoader(AsyncMap(40), 4, concurrency="auto")
     assert "concurrency" not in offered(set_up(loader))
     loader._live.tuning.controllers["concurrency"].value = 100
-    assert loader._live.setting().concurrency == loader.stats().stages[1].lanes == 100
+    assert loader._live.settings().concurrency == loader.stats().stages[1].lanes == 100
     loader.concurrency = 8
     assert set_up(loader).concurrency == 8
     assert "concurrency" in offered(set_up(loader))
@@ -111,7 +111,7 @@ def test_what_the_loader_chooses() -> None:
     plain: DataLoader[Any] = DataLoader(SyncMap(40), 4, prefetch_factor="auto")
     assert "prefetch_factor" not in offered(set_up(plain))
     plain._live.tuning.controllers["prefetch_factor"].value = 7
-    assert plain._live.setting().window == 7
+    assert plain._live.settings().window == 7
 
 
 def test_workers_that_cannot_help() -> None:

@@ -60,7 +60,7 @@ class Feed(abc.ABC):
         self._progress = epoch.progress
         self._requests: Iterator[IndexBatch] = epoch.requests(as_lists=self._as_lists)
         self._lock = fork_safe(threading.RLock())
-        self._next = epoch.bookmark.done  # the number of the next request
+        self._next = epoch.start.done  # the number of the next request
         self._turn = 0.0  # when other tasks of the consumer's loop last had a turn
         self._drawing: Future[list[IndexBatch]] | None = None  # what a thread draws
         # Of streams: batches that are not delivered again, the order of their readers.
@@ -70,7 +70,7 @@ class Feed(abc.ABC):
     def poll(self) -> Any:
         """Return the next batch, if there is nothing to wait for; else ``NOTHING``."""
         waits = perf_counter() - self._turn > TURN or self._drawing is not None
-        if not (waits or self.epoch.draws_long(self._next)):
+        if not (waits or self.epoch.draws_slowly(self._next)):
             with contextlib.suppress(StopIteration), self._lock:
                 return self.next()
         return NOTHING
@@ -88,7 +88,7 @@ class Feed(abc.ABC):
             await asyncio.sleep(0)
             self._turn = perf_counter()
         is_free = not (self.is_finished or self._drawing)
-        if is_free and self.epoch.draws_long(self._next):
+        if is_free and self.epoch.draws_slowly(self._next):
             thread = ThreadPoolExecutor(1, "aioloader-once")
             self._drawing = thread.submit(list, islice(self._requests, 1))
             thread.shutdown(wait=False)
@@ -118,7 +118,7 @@ class Feed(abc.ABC):
                     self._progress.is_over = True
             self.close()
             self._was_interrupted = isinstance(error, INTERRUPTS)
-            self.epoch.judge()
+            self.epoch.check_failures()
             raise
 
     def _check(self) -> None:
@@ -147,7 +147,7 @@ class Feed(abc.ABC):
         progress, state, error = self._progress, result.state, result.error
         is_wanted = number not in self._dropped
         if result.dataset is not None:
-            progress.leave(*result.dataset)
+            progress.note_dataset(*result.dataset)
         if error is not None:
             progress.fail(number, state)
         elif result.is_end:

@@ -86,7 +86,7 @@ class _MapStyle(Stream[Any]):
         many, is_async = batch_getter(dataset), reads_async(dataset)
         get = partial(_awaited if is_async else _item, dataset)
         if is_async and many is None:
-            most = -(-self._concurrency // share.hosted)
+            most = -(-self._concurrency // share.per_rank)
             return _AwaitedCursor(
                 indices, state, reading, function=get, concurrency=most
             )

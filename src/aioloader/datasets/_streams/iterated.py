@@ -319,7 +319,7 @@ class StreamIterator(BlockIterator, Generic[Sample_co]):
         self._stream = stream
         self.epoch = epoch
         self._deal = deal
-        fresh = {str(reader): {"taken": 0, "state": {}} for reader in deal.hosted()}
+        fresh = {str(reader): {"taken": 0, "state": {}} for reader in deal.assigned()}
         self._known: State = {
             "stream": stream.describe(),
             "epoch": epoch,
@@ -441,7 +441,7 @@ class StreamIterator(BlockIterator, Generic[Sample_co]):
     async def _open(self) -> OneReader | ReadersInTurn:
         """Open the readers at their positions in the state."""
         deal, listed, found = self._deal, dict[Any, Any](), list[Reader]()
-        for number, wanted in zip(deal.hosted(), deal.wanted(self.at), strict=True):
+        for number, wanted in zip(deal.assigned(), deal.upcoming(self.at), strict=True):
             known = self._state["streams"][str(number)]
             has_ended = known.get("ended", False)
             first = known["taken"] if has_ended else wanted
@@ -481,7 +481,7 @@ class StreamIterator(BlockIterator, Generic[Sample_co]):
             return self._state
         position = readers.at * deal.ranks + self._shift
         end = {"ended": True} if readers.has_ended() else {}
-        streams = dict(zip(map(str, deal.hosted()), readers.states(), strict=True))
+        streams = dict(zip(map(str, deal.assigned()), readers.states(), strict=True))
         return state_of(**self._known, position=position, streams=streams, **end)
 
     async def aclose(self) -> None:

@@ -309,7 +309,7 @@ class ReadersInTurn:
         # Each has delivered this many samples on all ranks in step, or one more.
         position = self.at * self._deal.ranks + self._shift
         given, last = divmod(position, self._deal.readers)
-        each = zip(self._deal.hosted(), self._readers, strict=True)
+        each = zip(self._deal.assigned(), self._readers, strict=True)
         return [one.state(given + (number < last)) for number, one in each]
 
     def has_ended(self) -> bool:

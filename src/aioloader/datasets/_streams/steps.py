@@ -14,7 +14,7 @@ from aioloader._base.cancellation import cancel, finish_despite_cancel, in_threa
 from aioloader._base.raising import ends_task
 from aioloader._order.epoch import under_way
 from aioloader._order.permutation import (
-    MOMENT,
+    CHUNK,
     ShuffledIndices,
     keyed_order,
     paced,
@@ -458,7 +458,7 @@ class Shuffled(Windowed):
 
     async def _arranged(self, parts: list[Block], good: int) -> Block:
         # If in a thread, then while the previous window is passed on.
-        return await in_thread(self._permuted, parts, good, is_quick=good <= MOMENT)
+        return await in_thread(self._permuted, parts, good, is_quick=good <= CHUNK)
 
     def _permuted(self, parts: list[Block], length: int) -> Block:
         order = paced(self._order(length))
