@@ -152,7 +152,7 @@ class _IterableCursor(Cursor):
             read = lambda: self._begin(iter) or read_block(self._iterator, count)  # noqa: E731
             return await in_thread(read, executor=self._thread)
 
-    def _here(self) -> State:
+    def _make_state(self) -> State:
         """Return the number of samples read; it is the same for all readers."""
         return {"read": max(self._read, self._start)}
 

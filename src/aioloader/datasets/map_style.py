@@ -144,10 +144,10 @@ class _IndexCursor(Cursor):
         self._share, self._order, self._length = share, order, length
         self._count, _ = share.parts(length, tail)
 
-    def _here(self) -> State:
+    def _make_state(self) -> State:
         return {"at": self._at}
 
-    def _after(self, before: State, what: Any, count: int) -> State:  # noqa: ARG002
+    def _state_after(self, before: State, details: Any, count: int) -> State:  # noqa: ARG002
         return {"at": before["at"] + count}
 
     async def _make(self, limit: int) -> Block:  # noqa: ARG002  (many at once)
@@ -165,7 +165,7 @@ class _IndexCursor(Cursor):
 class _PositionCursor(Cursor):
     """Its position is that of a sample in the order, read in advance or not."""
 
-    def _after(self, before: State, what: Any, count: int) -> State:  # noqa: ARG002
+    def _state_after(self, before: State, details: Any, count: int) -> State:  # noqa: ARG002
         return {"up": {"at": before["up"]["at"] + count}}
 
 

@@ -149,7 +149,7 @@ class TokenDataset(Dataset[Any]):
         self._tokens: Array | None = None
         self._documents: Documents | None = None
         find = partial(
-            TokenFile.found,
+            TokenFile.find,
             dtype=dtype,
             eos=None if eos is None else operator.index(eos),
         )

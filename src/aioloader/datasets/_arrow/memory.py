@@ -265,7 +265,7 @@ class StreamCursor(Cursor):
             if len(mine):
                 return mine
 
-    def _here(self) -> State:
+    def _make_state(self) -> State:
         return {"read": self._row}
 
     async def _opening(self, _window: int) -> Opened:
