@@ -75,10 +75,7 @@ def check_token(value: Any, name: str) -> int:
 def check_same(
     begun: Mapping[str, Any], now: Mapping[str, Any], text: str, where: str
 ) -> None:
-    """Raise a StateMismatchError if a writer began with other settings than ``now``.
-
-    In ``text``, ``{where}`` and ``{what}``, which names the setting, are replaced.
-    """
+    """Raise a StateMismatchError with ``text`` if a writer's settings have changed."""
     for name, old in begun.items():
         if old == (new := now[name]):
             continue

@@ -136,10 +136,7 @@ def tokenizer_of(tokenizer: Any) -> Tokenizer | None:
 
 
 def text_of(sample: Any, column: str | None) -> str:
-    """Return a text, or the text in a column of a sample.
-
-    Raise a TypeError if there is something else, a KeyError if there is no such column.
-    """
+    """Return a text, or the text in a column; raise a TypeError or KeyError if none."""
     if column is not None:
         if not isinstance(sample, Mapping):
             raise TypeError(
@@ -161,11 +158,7 @@ def text_of(sample: Any, column: str | None) -> str:
 
 
 def encoded(encode: EncodeTexts, texts: list[str]) -> list[Array]:
-    """Return the tokens of each text.
-
-    Raise a TypeError if they are not 1-D integers, a ValueError if there are not as
-    many arrays as texts.
-    """
+    """Return the tokens of each text; check that these are as many 1-D arrays."""
     if not texts:
         return []
     arrays = encode(texts)
@@ -194,7 +187,8 @@ def _array_of(tokens: Any) -> Array:
 def dtype_of(dtype: Any) -> np.dtype[Any]:
     """Return NumPy's dtype; raise a ValueError if it is not an integer type."""
     with contextlib.suppress(TypeError):
-        if (result := np.dtype(dtype)).kind in "iu":
+        result: np.dtype[Any] = np.dtype(dtype)
+        if result.kind in "iu":
             return result
     raise ValueError(f"dtype must be an integer type such as 'uint16', got {dtype!r}")
 
@@ -269,10 +263,7 @@ class Sidecar:
         return sidecar
 
     def resumed(self, text: bytes, location: str) -> "Sidecar":
-        """Return the sidecar of an earlier writer of the same tokens.
-
-        Raise a StateMismatchError if it wrote other ones.
-        """
+        """Return an earlier writer's sidecar; raise an error if its tokens differ."""
         earlier = self.parsed(text, location)
         begun = asdict(earlier)
         del begun["documents"], begun["tokens"]
@@ -305,10 +296,7 @@ class Index(NamedTuple):
 
     @classmethod
     def of_file(cls, address: Address, version: Version, read: ReadRange) -> "Index":
-        """Read a header.
-
-        Raise a ValueError if the file is of another format or version, or is cut.
-        """
+        """Read a header; raise a ValueError if the file is cut or of another format."""
         size = version.size
         head = read(address, 0, min(size, _HEAD.size)).ljust(_HEAD.size, b"\0")
         magic, number, code, sequences, entries = _HEAD.unpack(head)
@@ -428,10 +416,7 @@ class Documents:
 
 
 def index_of(dtype: np.dtype[Any], documents: int, sizes: BinaryIO) -> Iterator[bytes]:
-    """Yield the bytes of an index whose documents are one sequence each.
-
-    ``sizes`` has their lengths, as int32, and is read twice.
-    """
+    """Yield an index of one sequence per document, whose ``sizes`` are int32."""
     yield _HEAD.pack(_MAGIC, _VERSION, code_of(dtype), documents, documents + 1)
     sizes.seek(0)
     while piece := sizes.read(4 * _WRITE_CHUNK):

@@ -284,7 +284,7 @@ async def _find(stream: Any, pack: Any, scan: bool | OnProgress) -> FoundShards:
             edges = await _of_pack(stream, pack, names_of(addresses))
         else:
             edges = await _of_each(made_by, shards, scan)
-    kinds = [*map(made_by.kind, shards)]
+    kinds = [*map(made_by.spec, shards)]
     paths = [*map(made_by.storage.path, addresses)]
     if None in paths:
         return addresses, edges, kinds, None

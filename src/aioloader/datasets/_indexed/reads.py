@@ -30,10 +30,7 @@ _MAX_GAP, _MAX_BYTES = 1 << 16, 8 << 20
 
 
 class SharedRequest(Generic[T]):
-    """A request that several reads wait for; it is cancelled once all of them are.
-
-    A read joins it, and then waits for the result or leaves.
-    """
+    """A request that several reads ``join``; it is cancelled once all have left."""
 
     def __init__(self, request: Coroutine[Any, Any, T]) -> None:
         self.task = asyncio.create_task(request)

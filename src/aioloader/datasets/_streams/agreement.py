@@ -57,47 +57,46 @@ class Agreement:
         JSON-serialisable ``summary``.
         """
         key = key_of([self.ranks, self.epoch, subject])
-        key, first = await self._do(partial(self._looked, key), location)
+        key, first = await self._do(partial(self._look_up, key), location)
         for _ in range(2):
             theirs = first and first["summary"]
             async with AsyncExitStack() as opened:
                 listing = await find(opened, theirs)
                 summary = json.loads(json.dumps(listing.summary))
                 if first is None:
-                    first = await self._do(partial(self._left, key, summary), location)
+                    first = await self._do(partial(self._save, key, summary), location)
                 if first["summary"] == summary:
                     stack.push_async_callback(opened.pop_all().aclose)
                     return listing
             if theirs is not None:
                 break  # a second try would adopt the same summary again
-        mine, expected = _shown(summary), _shown(first["summary"])
+        own, expected = _shown(summary), _shown(first["summary"])
         peer = "a peer of " if first["rank"] == self.rank else ""
         raise DatasetError(
-            f"{location}: rank {self.name} found {mine}, and {peer}rank "
+            f"{location}: rank {self.name} found {own}, and {peer}rank "
             f"{first['name']}, before, {expected}: shards were added or removed "
             "meanwhile, or the ranks were given different ones, and samples would be "
             "lost or duplicated; let all ranks read the same names, and start again",
             location=location,
         )
 
-    def _looked(self, key: str, store: Any) -> tuple[str, Any]:
+    def _look_up(self, key: str, store: Any) -> tuple[str, Any]:
         """Return the key of this comparison, and what the first rank stored there."""
         # The nth comparison of this process is matched with the nth of the other ranks.
         counter = f"{key}/rank {self.rank} of process {self.store.process}"
         key = f"{key}/{store.add(counter, 1)}"
         return key, json.loads(store.get(key)) if store.check([key]) else None
 
-    def _left(self, key: str, summary: Any, store: Any) -> Any:
+    def _save(self, key: str, summary: Any, store: Any) -> Any:
         """Store this rank's summary unless there is one; return the stored one."""
         mine = {"rank": self.rank, "name": self.name, "summary": summary}
         return json.loads(store.compare_set(key, "", json.dumps(mine)))
 
     async def _do(self, job: Callable[[Any], Any], location: str) -> Any:
         """Run an operation in a thread, on a separate connection."""
+        run = lambda: job(self.store.open())  # noqa: E731
         try:
-            return await in_thread(
-                lambda: job(self.store.open()), abandon_on_cancel=True
-            )
+            return await in_thread(run, abandon_on_cancel=True)
         except Exception as error:
             raise DatasetError(
                 f"{location}: rank {self.name} could not compare its shards with those "
@@ -126,10 +125,9 @@ class EpochEndRounds:
     slowest rank's count of the round before. The last rank to publish computes the
     result for all. A round spans as many batches as are read ahead, so ranks normally
     do not wait. One thread publishes and another listens. Each rank overwrites one key;
-    the keys of a round are deleted in it.
-
-    With more processes than ranks, peers deliver the same batches: the first process of
-    each rank joins one circle of ranks, the second one another.
+    the keys of a round are deleted in it. If ranks have peers, which deliver the same
+    batches, the first process of each rank joins one circle of ranks, the second one
+    another.
 
     ``subject`` identifies the stream: equal on all ranks, JSON-serialisable. ``start``
     is the epoch, and how many of its batches were delivered before.
@@ -315,8 +313,8 @@ def _result(published: Sequence[Any]) -> dict[str, Any]:
     return RankCounts.of([count for _, _, count in published])._asdict()
 
 
-def _end(rounds: "weakref.ref[EpochEndRounds]") -> None:
-    """End the threads of rounds, which are alive if the threads run."""
-    if (talk := rounds()) is not None:
-        talk.close()
-        talk.join()
+def _end(reference: "weakref.ref[EpochEndRounds]") -> None:
+    """End the threads, which keep their object alive while they run."""
+    if (rounds := reference()) is not None:
+        rounds.close()
+        rounds.join()

@@ -279,10 +279,7 @@ def check_replayed(
 
 
 def name_of(function: Any) -> str:
-    """Return the qualified name of a function, or of the class of a callable.
-
-    It is the same in each process: it has no addresses, arguments or contents.
-    """
+    """Return a callable's qualified name, which is the same in each process."""
     if isinstance(function, functools.partial):
         return f"partial({name_of(function.func)})"
     function = inspect.unwrap(function) if callable(function) else function

@@ -191,10 +191,7 @@ async def _next_line(storage: Storage, address: Address, cut: int, size: int) ->
 
 
 def nearest(starts: Sequence[int], size: int, count: int) -> Sequence[int]:
-    """Return ``count - 1`` different ``starts`` near even shares of ``size``.
-
-    They do not include the first start, and are fewer if there are not enough.
-    """
+    """Return ``count - 1`` of ``starts`` near even shares of ``size``, or fewer."""
     last = len(starts) - count
     place, cuts = 0, []
     for number in range(1, min(count, len(starts))):
@@ -418,10 +415,9 @@ def sample_of(spec: ByteFormatSpec, url: str, start: int, data: memoryview) -> A
             samples += step[0]
     if len(samples) != 1:
         stop = start + len(data)
-        text = f"{url!r} has {len(samples)} samples in its bytes {start:,} to {stop:,}"
         raise DatasetError(
-            f"{text}, which are one by its index; write the index again by `aioloader "
-            "index`",
+            f"{url!r} has {len(samples)} samples in its bytes {start:,} to {stop:,}, "
+            "and its index says one; write the index again by `aioloader index`",
             location=url,
         )
     (sample,) = samples

@@ -105,9 +105,8 @@ class ShardSequence(Cursor):
                 return [FailedSample(error)]
             if block:
                 self._origin = self._make_state(), reader.positions()
-                self._min_limit = (
-                    SAMPLES_PER_READ if isinstance(block, list) else ROWS_PER_READ
-                )
+                is_list = isinstance(block, list)
+                self._min_limit = SAMPLES_PER_READ if is_list else ROWS_PER_READ
                 self._position = reader.position()
                 if self._number + 1 < len(self._indices) and reader.is_draining():
                     self._open_next()
@@ -162,15 +161,11 @@ class ShardSequence(Cursor):
                 await reader.aclose()
 
     def _open(self, number: int, position: ShardPosition) -> ShardReader:
-        return self._format.open(
-            self._shards[self._indices[number]], position, self._budget
-        )
+        shard = self._shards[self._indices[number]]
+        return self._format.open(shard, position, self._budget)
 
     def _open_next(self) -> None:
-        """Open the next shards ahead, if they are small; keep half of the budget free.
-
-        Otherwise each small shard would cost the latency of a request.
-        """
+        """Open the next shards ahead if they are small: saves requests' latency."""
         ahead = self._ahead
         while (number := self._number + len(ahead) + 1) < len(self._indices):
             if not self._has_room():
@@ -358,9 +353,8 @@ class AsTheyCome(Interleaved):
                     turn = (self.own["turn"] + place + 1) % len(turns)
                     self.own = {**self.own, "turn": turn}
                     return np.full(min(limit, ready), k)
-            await asyncio.wait(
-                self._fills.values(), return_when=asyncio.FIRST_COMPLETED
-            )
+            fills, first = self._fills.values(), asyncio.FIRST_COMPLETED
+            await asyncio.wait(fills, return_when=first)
             done = [k for k, fill in self._fills.items() if fill.done()]
             ended = {k for k in done if not self._fills.pop(k).result()}
             self._set_turns([k for k in turns if k not in ended])

@@ -182,10 +182,7 @@ class Iterated(Dataset[Sample_co], OwnStream):
         return min((source.ahead() for source in self.sources), default=Ahead.FREE)
 
     def total(self) -> int | None:
-        """Return how many samples an epoch of all ranks has, if known.
-
-        It is known if ``epoch_length`` is the last step that changes the number.
-        """
+        """Return how many samples an epoch of all ranks has, if it is known."""
         return None
 
     def is_mixed(self) -> bool:

@@ -203,13 +203,11 @@ def _cut(document: Document, length: int, overlong: Overlong) -> Iterable[Planne
 
 
 def best_fit(sizes: Sequence[int], length: int) -> list[list[int]]:
-    """Return the positions of the sizes in each bin of ``length``, by best fit.
-
-    Each size goes where the least sufficient room is left, the largest first.
-    """
+    """Pack sizes into bins of ``length``; return the positions in each bin."""
     bins: list[list[int]] = []
     rooms: list[int] = []  # the different rooms left in bins, ascending
     with_room: defaultdict[int, list[list[int]]] = defaultdict(list)
+    # The largest first, each where the least sufficient room is left.
     order: list[int] = np.argsort(-np.asarray(sizes), kind="stable").tolist()
     for done, place in enumerate(order):
         if done % _PAUSE_DOCUMENTS == _PAUSE_DOCUMENTS - 1:
@@ -556,10 +554,7 @@ class Unbatched(Step):
         return join(parts), lengths
 
     def _items_of(self, sample: Any, limit: int) -> tuple[Any, bool]:
-        """Return the next items of the first sample, and whether there are no more.
-
-        An error is the last item.
-        """
+        """Return the next items of the first sample, and whether there are no more."""
         if type(sample) is FailedSample:
             return [sample], True
         if isinstance(sample, _WHOLE):

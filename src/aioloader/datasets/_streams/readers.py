@@ -257,10 +257,7 @@ class ReadersInTurn:
         return block
 
     async def pull(self, limit: int, _more: int = 0) -> Block | None:
-        """Return the samples at the next ``limit`` positions; None at the end.
-
-        There may be fewer samples, or none, because of empty turns.
-        """
+        """Return the samples at the next ``limit`` positions; None at the end."""
         parts: list[Block] = []
         end = self.position + limit
         while self.position < end:
@@ -287,11 +284,9 @@ class ReadersInTurn:
         return bool(ready)
 
     async def _fill(self, order: Sequence[Reader], limit: int) -> None:
-        """Wait until each reader has samples, or has ended; they read concurrently.
-
-        Each reads more than needed, because one sample costs as much as many.
-        """
+        """Read concurrently, until each reader has samples or has ended."""
         is_list = isinstance(self._interleaved, list)
+        # More than needed: one sample costs as much as many.
         most = min(_MAX_PULLS * limit, SAMPLES_PER_READ) if is_list else ROWS_PER_READ
         ask = min(2 * self._ask, most // len(order))
         self._ask = max(ask, -(-limit // len(order)))

@@ -172,10 +172,7 @@ class ShardFormat(abc.ABC, Generic[Shard]):
 
 
 def summary_of(addresses: Iterable[Address]) -> Summary:
-    """Return the summary of shards that have addresses: their count, and a digest.
-
-    The digest is of their names, so the shards may be moved together: see ``names_of``.
-    """
+    """Return the count of shards, and a digest of their names in ``names_of``."""
     names = names_of(addresses)
     digest = blake2b(digest_size=8)
     # In parts, so that other threads get a turn.

@@ -40,10 +40,7 @@ _EMPTY_PASSES = 8
 
 
 class Step(Cursor):
-    """A cursor over another one, ``upstream``, which it owns.
-
-    Its parameters become attributes, or entries of the state: ``own``.
-    """
+    """A cursor over ``upstream``; its parameters are attributes or ``own`` state."""
 
     kind: ClassVar[str]
     is_one_to_one = False  # whether it passes on as many samples as it gets
@@ -347,10 +344,7 @@ class Skipped(Step):
 
 
 class Batched(Step):
-    """Makes batches, as lists or as columns; each is one sample of this stream.
-
-    A batch's failed samples come before it, one by one.
-    """
+    """Makes batches, as lists or columns; their failed samples come before them."""
 
     kind = "batch"
     overshoots = True

@@ -390,7 +390,7 @@ class FileSink:
     def finish(
         self, data: bytes, sizes: bytes, make_index: MakeIndex | None, sidecar: bytes
     ) -> None:
-        """Add the last tokens; make the sidecar, then the file visible."""
+        """Add the last tokens, index and sidecar, then make the file visible."""
         self._write(data, sizes)
         assert self._tokens is not None
         assert self._sizes is not None
@@ -460,7 +460,7 @@ class ObjectSink:
     async def finish(
         self, data: bytes, sizes: bytes, make_index: MakeIndex | None, sidecar: bytes
     ) -> None:
-        """Add the last tokens; make the index, the sidecar, then the object visible."""
+        """Add the last tokens, index and sidecar, then make the object visible."""
         await self.append(data, sizes, sidecar)
         assert self._sizes is not None
         if make_index is not None and self._index is not None:

@@ -102,7 +102,7 @@ def _is_number(kind: Any) -> bool:
 
 
 def _to_list(value: Any, *, keeps: bool) -> Any:
-    """Return an array as lists, or as lists of 1-D arrays if it ``keeps`` its type."""
+    """Return an array of two or more dimensions as lists; of arrays if it ``keeps``."""
     if not isinstance(value, np.ndarray) or value.ndim == 1:
         return value
     if not keeps:
