@@ -38,7 +38,7 @@ from aioloader.datasets import (
     objects,
     writers,
 )
-from aioloader.datasets._streams.cursors import name_of
+from aioloader.datasets._streams.cursors import qualname
 from aioloader.errors import StateMismatchError, TruncatedReadError
 from aioloader.testing import check_shard_format
 from beside import beside
@@ -346,7 +346,7 @@ def test_names_of_functions_are_stable() -> None:
         (json.loads, "json.loads"),
         (int, "builtins.int"),
     ):
-        assert name_of(function) == name
+        assert qualname(function) == name
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -22,7 +22,7 @@ from aioloader._base.raising import ends_task
 from aioloader._order.permutation import ShuffledIndices, keyed_order
 from aioloader._order.ranks import ReaderShare, Tail
 from aioloader.datasets._checks import check_at_least
-from aioloader.datasets._streams.cursors import Cursor, Reading, State, name_of
+from aioloader.datasets._streams.cursors import Cursor, Reading, State, qualname
 from aioloader.datasets._streams.steps import Mapped, MappedAsync
 from aioloader.datasets.streams import Stream
 from aioloader.protocols import Kind, batch_getter, kind_of, own_datasets, reads_async
@@ -115,7 +115,7 @@ class _MapStyle(Stream[Any]):
             fingerprint |= one.fingerprint()
         return {
             "kind": "dataset",
-            "function": name_of(self._dataset),
+            "function": qualname(self._dataset),
             "length": len(self._dataset),
             **fingerprint,
             "shuffle": self._seed is not None,

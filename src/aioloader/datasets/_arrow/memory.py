@@ -20,7 +20,7 @@ from aioloader._base.cancellation import in_thread
 from aioloader._order.ranks import ReaderShare
 from aioloader.datasets._arrow.files import Opened, TableReader, between, edges
 from aioloader.datasets._arrow.projection import Projection
-from aioloader.datasets._streams.cursors import Cursor, Reading, State, name_of
+from aioloader.datasets._streams.cursors import Cursor, Reading, State, qualname
 from aioloader.datasets._streams.shards import (
     ShardFormat,
     ShardPosition,
@@ -220,7 +220,7 @@ class ArrowStream(Stream[Row]):
             )
 
     def describe(self) -> State:
-        function = "" if self._splits else name_of(self._source)
+        function = "" if self._splits else qualname(self._source)
         splits = {"splits": len(self._splits)} if self._splits else {}
         described = self._wanted.describe()
         return {"kind": "from_arrow", **described, "function": function, **splits}
@@ -228,7 +228,7 @@ class ArrowStream(Stream[Row]):
     def __repr__(self) -> str:
         if self._splits:
             return f"from_arrow(<{len(self._splits)} iterators of Ray Data>)"
-        return f"from_arrow({name_of(self._source)})"
+        return f"from_arrow({qualname(self._source)})"
 
 
 class StreamCursor(Cursor):

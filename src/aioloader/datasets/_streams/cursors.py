@@ -278,10 +278,10 @@ def check_replayed(
     ) from error
 
 
-def name_of(function: Any) -> str:
+def qualname(function: Any) -> str:
     """Return a callable's qualified name, which is the same in each process."""
     if isinstance(function, functools.partial):
-        return f"partial({name_of(function.func)})"
+        return f"partial({qualname(function.func)})"
     function = inspect.unwrap(function) if callable(function) else function
     function = getattr(function, "__func__", function)
     named = function if hasattr(function, "__qualname__") else type(function)

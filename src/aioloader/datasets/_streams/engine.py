@@ -47,7 +47,7 @@ from aioloader.datasets._stores.failures import (
 )
 from aioloader.datasets._stores.storage import Storage, read_whole
 from aioloader.datasets._stores.unpack import unpacker_of
-from aioloader.datasets._streams.cursors import name_of
+from aioloader.datasets._streams.cursors import qualname
 from aioloader.datasets._streams.edges import Offsets, read_index
 from aioloader.datasets._streams.shards import (
     BlockReader,
@@ -368,7 +368,7 @@ def _run_generator(
     samples: Any = generate(file)
     if not isinstance(samples, Iterator):  # a list has no position to resume at
         raise TypeError(
-            f"make must be a generator function, and {name_of(generate)!r} returned a "
+            f"make must be a generator function, and {qualname(generate)!r} returned a "
             f"value of type {type(samples).__name__!r}"
         )
     failure: BaseException | None = None

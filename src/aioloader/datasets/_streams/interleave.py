@@ -312,7 +312,7 @@ class Interleaved(Interleaver):
         return {**before, "turn": (before["turn"] + count) % max(1, active)}
 
     async def _order(self, limit: int) -> IntegerArray:
-        """Wait until all inputs have samples, or ended; return whole rounds of them."""
+        """Wait until all inputs have samples or have ended; return whole rounds."""
         inputs, turns = self.inputs, self._turns()
         if not self._has_begun:  # all at once, not each in its turn
             self._has_begun = True

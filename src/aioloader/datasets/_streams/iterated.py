@@ -34,7 +34,7 @@ _GROUP_STORE = RankStore()  # the store of the process group, if there is one
 
 
 class Iterated(Dataset[Sample_co], OwnStream):
-    """A stream without its methods for steps: what sources and steps share."""
+    """The base of all streams; ``Stream`` adds the methods that append steps."""
 
     sources: "tuple[Iterated[Any], ...]" = ()  # the streams that it reads
     leaves_out = False  # whether other samples take the places of failed ones
@@ -163,7 +163,7 @@ class Iterated(Dataset[Sample_co], OwnStream):
         return self._clone(num_readers=check_at_least(count, 1, "count"))
 
     async def open(self, reading: Reading, state: State) -> Cursor:
-        """Return a cursor; ``state`` is what its ``state`` returned, or empty."""
+        """Return a cursor at a cursor's ``state``, or at the beginning if empty."""
         raise NotImplementedError
 
     def describe(self) -> State:
@@ -269,8 +269,8 @@ class Iterated(Dataset[Sample_co], OwnStream):
                 saved; if not, only their lengths are compared.
 
         Raises:
-            StateMismatchError: If it is of another version or stream, and names the
-                differences; or if it is not as it was saved.
+            StateMismatchError: If it is of another version or stream (the error names
+                the differences), or if it was modified.
         """
         self.load_position(opened(state), strict=strict)
 

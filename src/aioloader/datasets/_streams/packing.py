@@ -282,7 +282,7 @@ class Concatenated(Step):
 
     The state is the position of the document where the next row starts, with the
     ``offset`` in it. Positions of later documents count from there: ``failed`` ones
-    were passed on, and are left out when they are read again. The ``lost`` ones of them
+    were passed on, and are left out when they are read again; of these, ``lost`` ones
     could not be read, and must be unreadable again.
     """
 
@@ -584,7 +584,7 @@ class Unbatched(Step):
     async def _replay(self, count: int, failed: list[int] | None) -> None:
         """Drop items of the first sample, which may have fewer items now.
 
-        An error of it was not passed on, because it would have ended the sample.
+        If it fails now, its error was not passed on, because an error ends a sample.
         """
         if not await self._refill(1):
             check_replayed([], 0, count, failed)

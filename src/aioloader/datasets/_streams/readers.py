@@ -302,7 +302,7 @@ class ReadersInTurn:
                 raise error
 
     def states(self) -> list[State]:
-        # Ranks have delivered so many samples of each reader, one more of the first.
+        # Samples of each reader that all ranks have delivered; the first have one more.
         position = self.position * self._assignment.ranks + self._shift
         delivered, extra = divmod(position, self._assignment.readers)
         each = zip(self._assignment.hosted(), self._readers, strict=True)

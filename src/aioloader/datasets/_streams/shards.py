@@ -158,15 +158,15 @@ class ShardFormat(abc.ABC, Generic[Shard]):
     ) -> Sequence[int] | None:
         """Return the lengths of the shards, in any one unit; None if some are unknown.
 
-        Readers get equal shares by them. ``must``: ask the store for unknown lengths.
+        They make readers' shares equal. With ``must``, ask the store for unknown ones.
         """
         return None
 
     def open_together(self, shards: Sequence[Shard], budget: int) -> list[ShardReader]:  # noqa: ARG002
         """Return open readers of the first of ``shards``; of none by default.
 
-        For small shards that can be read with one request. ``budget``: bytes that all
-        of them may read ahead of the pulls.
+        For small shards that can be read with one request. In all, the readers may read
+        ``budget`` bytes ahead of the pulls.
         """
         return []
 

@@ -81,9 +81,9 @@ class Step(Cursor):
         return self.upstream.passes()
 
     def _made_nothing(self, since: int | None) -> int | None:
-        """Note that samples were read, and none was made of them, since a pass.
+        """Return the first pass without samples: ``since``, or else the current one.
 
-        Return that pass, or the current one at first. Several whole passes are an
+        Called after a read of which no sample was made. Several whole passes are an
         error: the stream would never end, and other ranks would wait for this one.
         """
         now = self.passes()
