@@ -26,7 +26,7 @@ from aioloader.datasets._arrow.files import (
     edges,
 )
 from aioloader.datasets._arrow.projection import Projection
-from aioloader.datasets._streams.cursors import Cursor, Reading, State, name_of
+from aioloader.datasets._streams.cursors import Cursor, Reading, State, qualname
 from aioloader.datasets._streams.shards import (
     ShardFormat,
     ShardPosition,
@@ -226,7 +226,7 @@ class ArrowStream(Stream[Row]):
             )
 
     def describe(self) -> State:
-        function = "" if self._splits else name_of(self._source)
+        function = "" if self._splits else qualname(self._source)
         splits = {"splits": len(self._splits)} if self._splits else {}
         described = self._projection.describe()
         return {"kind": "from_arrow", **described, "function": function, **splits}
@@ -234,7 +234,7 @@ class ArrowStream(Stream[Row]):
     def __repr__(self) -> str:
         if self._splits:
             return f"from_arrow(<{len(self._splits)} iterators of Ray Data>)"
-        return f"from_arrow({name_of(self._source)})"
+        return f"from_arrow({qualname(self._source)})"
 
 
 class StreamCursor(Cursor):
@@ -271,7 +271,7 @@ class StreamCursor(Cursor):
             if len(share):
                 return share
 
-    def _here(self) -> State:
+    def _make_state(self) -> State:
         return {"read": self._row}
 
     async def _open(self, _window: int) -> Opened:

@@ -10,7 +10,7 @@ import pyarrow as pa
 from aioloader._base.cancellation import each, in_thread
 from aioloader.datasets._arrow.files import TableFormat
 from aioloader.datasets._arrow.rows import Rows
-from aioloader.datasets._indexed.local import OPEN
+from aioloader.datasets._indexed.local import MAX_OPEN
 from aioloader.datasets._stores.failures import Version
 from aioloader.datasets._stores.storage import Storage
 from aioloader.datasets._streams.edges import Edges
@@ -53,7 +53,7 @@ class SingleRows:
             for number, file in enumerate(files)
             for batch in range(len(file.counts))
         ]
-        self._opened = lru_cache(OPEN)(lambda number: files[number].batches())
+        self._opened = lru_cache(MAX_OPEN)(lambda number: files[number].batches())
 
     def __reduce__(self) -> tuple[Any, ...]:
         return SingleRows, (self._storage, self._files, self._edges)
