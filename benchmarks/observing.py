@@ -43,7 +43,7 @@ _OBSERVING: dict[type, tuple[str, ...]] = {
     InlineFeed: ("next", "_deliver"),
     GatherFeed: ("next", "_deliver"),
     AheadFeed: ("_take", "_deliver"),
-    Pipeline: ("_work",),
+    Pipeline: ("_make_batch",),
     BatchMaker: ("read", "apply", "collate"),
 }
 

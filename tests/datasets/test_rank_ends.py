@@ -228,11 +228,11 @@ def test_a_quickly_taken_last_batch_counts(monkeypatch: pytest.MonkeyPatch) -> N
     def waits(queue: Any, number: int, result: Any, **options: Any) -> None:
         hand_over(queue, number, result, **options)
         if number == 1:
-            assert ended[queue.talk.who].wait(20)
+            assert ended[queue.rounds.who].wait(20)
 
     def notes(queue: Any) -> None:
         end_here(queue)
-        ended[queue.talk.who].set()
+        ended[queue.rounds.who].set()
 
     monkeypatch.setattr(ReadyQueue, "put", waits)
     monkeypatch.setattr(EvenedQueue, "end_here", notes)
@@ -399,7 +399,7 @@ def test_a_killed_rank_is_named(tmp_path: Path) -> None:
             rank.send(do="begin", count=2, **stream)
         assert [len(rank.answer()) for rank in two] == [2, 2]
         two[1].end()
-        assert "waits for rank 1 to tell" in two[0].do(do="finish")
+        assert "waits for rank 1 to report" in two[0].do(do="finish")
 
 
 _LEFT_OPEN = """

@@ -91,7 +91,7 @@ async def thread_is_idle(iterator: Any) -> None:
     """Wait until the loader's thread has done its work."""
     idle = asyncio.Event()
     loop = asyncio.get_running_loop()
-    iterator._steps.feed.pipeline.runner.cpu.post(
+    iterator._core.feed.pipeline.runner.cpu.post(
         lambda: loop.call_soon_threadsafe(idle.set)
     )
     await idle.wait()
@@ -330,7 +330,7 @@ def test_a_ready_batch_never_times_out() -> None:
         try:
             taken.append(next(iterator))
         except BatchTimeoutError:
-            feed: Any = iterator._steps.feed
+            feed: Any = iterator._core.feed
             feed.pipeline.ready.wait()
     assert labels(taken) == [[0, 1, 2, 3], [4, 5, 6, 7]]
 

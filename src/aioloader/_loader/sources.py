@@ -104,7 +104,7 @@ def make_source(
     )
     epoch.reads_ahead = True  # more samples may be read than were delivered
     if start.datasets and not options.has_copies:
-        maker.begins = [*start.datasets.values()]
+        maker.initial_states = [*start.datasets.values()]
     pool = _pool(options, epoch, maker, live)
     runner = runners.lease(place)
     release: Callable[[], object] = runner.release
@@ -428,7 +428,7 @@ def _spec(
     most = max(per_worker, _MAX_PREFETCH_PER_WORKER) if is_auto else per_worker
     given = {"dataset": read, "transform": transform, "reads": reads}
     return WorkerSpec(
-        **(maker.given() | given),
+        **(maker.kwargs() | given),
         num_workers=options.num_workers,
         base_seed=epoch.base_seed,
         rng=options.rng or "batch",

@@ -1,4 +1,4 @@
-"""The feed that reads ahead: requests out, batches in, never a poll."""
+"""The feed that reads ahead: it keeps batches in flight in a pipeline."""
 
 import asyncio
 import contextlib
@@ -17,14 +17,14 @@ from aioloader._base.warnings import warn
 from aioloader._order.epoch import Epoch
 from aioloader._pipeline.batch_task import MISSING, BatchResult, BatchTask, Window
 from aioloader._pipeline.pipeline import Pipeline
-from aioloader._pipeline.plain import INTERRUPTS, NOTHING, TURN, Feed
+from aioloader._pipeline.plain import INTERRUPTS, NOTHING, YIELD_AFTER, Feed
 from aioloader._pipeline.runner import GRACE, wait_released, wait_released_async
 from aioloader.errors import BatchTimeoutError, LoaderClosedError
 from aioloader.protocols import Kind
 
 
 def refuse_blocking() -> NoReturn:
-    """Refuse a plain ``for`` in the thread of the loop that makes its batches."""
+    """Refuse a plain ``for`` on the loop that makes its batches."""
     raise RuntimeError(
         "loop='caller' hosts coroutines on the loop that iterates, and a plain `for` "
         "would block it: use `async for`, or loop='thread'"
@@ -32,14 +32,14 @@ def refuse_blocking() -> NoReturn:
 
 
 class AheadFeed(Feed):
-    """Keep a window of batches in flight in a pipeline, and hand its results over.
+    """Keep a window of batches in flight in a pipeline, and deliver its results.
 
-    The sampler advances here, while the consumer asks for a batch and never beyond the
-    window, so it draws when torch's would (the first draw, which may permute millions,
-    runs off an async consumer's loop). A request goes out when a batch is delivered.
+    The sampler advances in the consumer's steps and never beyond the window, so it
+    draws when torch's does (but a long permutation is drawn off an async consumer's
+    loop). A request goes out when a batch is delivered.
 
-    It owns the pipeline. A batch is waited for so many seconds (``timeout``); then, if
-    it ``restarts``, a worker that delays it is replaced, once per batch.
+    It owns the pipeline. After ``timeout`` seconds without the next batch, the worker
+    that delays it is replaced if ``restarts``, once per batch.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class AheadFeed(Feed):
         super().__init__(epoch)
         self.pipeline: Final = pipeline
         self._results: Final = pipeline.stage or pipeline.ready
-        self._asked = 0.0  # when the consumer asked for its batch
+        self._asked = 0.0  # when the consumer's step began
         self._tuner = pipeline.tuner
         self._window = window if self._tuner is None else self._tuner.begin(window)
         self._timeout = timeout
@@ -63,25 +63,25 @@ class AheadFeed(Feed):
         self._has_started = self._reads_ahead = False
         # Batches requested and not yet delivered: number to samples.
         self._in_flight: dict[int, int] = {}
-        self._samples = 0
+        self._samples = 0  # in these batches
         self._low = sys.maxsize  # with fewer batches in flight, more are requested
         self._is_exhausted = False  # there is nothing more to request
-        self._is_cut = False  # cut short: by an error of the sampler, say
-        self._repeats = False  # the requests are for samples of a stream's beginning
+        self._is_aborted = False  # ends early, by an interrupt or a sampler's error
+        self._repeats = False  # the requests repeat samples of a stream's beginning
 
     # -- next, for threads and for tasks ------------------------------------------
 
     def poll(self) -> Any:
         self._asked = perf_counter()
-        if not self._has_started or self._asked - self._turn > TURN:
+        if not self._has_started or self._asked - self._yielded > YIELD_AFTER:
             return NOTHING
-        self._go_on()
+        self._read_ahead()
         return self._take()
 
     def next(self) -> Any:
         self._asked = perf_counter()
         if self._has_started or self.is_finished:
-            self._go_on()
+            self._read_ahead()
         else:
             self.open()
             self._has_started = True
@@ -103,15 +103,15 @@ class AheadFeed(Feed):
 
     async def next_async(self) -> Any:
         self._asked = perf_counter()
-        if self._asked - self._turn > TURN:
-            self._turn = self._asked
-            await asyncio.sleep(0)  # with no batch in hand: a cancel would lose it
+        if self._asked - self._yielded > YIELD_AFTER:
+            self._yielded = self._asked
+            await asyncio.sleep(0)  # before a batch is taken: a cancel would lose it
         if self._has_started or self.is_finished:
-            self._go_on()
+            self._read_ahead()
         else:
             if self.pipeline.pool is None and not self.epoch.draws_slowly(self._next):
                 self.open()
-            else:  # in the thread: it waits for workers, or draws a long permutation
+            else:  # in the thread: this waits for workers, or draws a long permutation
                 cpu = self.pipeline.runner.cpu
                 begin = partial(self.pipeline.context.copy().run, self.open)
                 # If the thread has ended, the pipeline has failed or was closed.
@@ -127,28 +127,28 @@ class AheadFeed(Feed):
             self.pipeline.runner.check_loop()
             began = perf_counter()
             came = await self._results.wait_async(self._limit())
-            self._turn = perf_counter()
-            waited = self._turn - began
+            self._yielded = perf_counter()
+            waited = self._yielded - began
             self.counters.waited += waited
             if not came:
                 await in_thread(self._time_out, waited, executor=CpuThread.once())
         return batch
 
     def _limit(self) -> float | None:
-        """Return how many seconds to wait now: no number of numpy's, or None."""
+        """Return the timeout of this wait, in seconds; a float, even for numpy's."""
         return None if self._timeout is None else float(self._timeout)
 
-    # -- requests out -------------------------------------------------------------
+    # -- requests -----------------------------------------------------------------
 
     def open(self, *, requests: bool = True) -> None:
-        """Start the workers, and issue the first requests. Idempotent."""
+        """Start the workers, and issue the first ``requests``. Idempotent."""
         with self._lock:
             self.pipeline.open()
             if requests:
                 self._fill()
 
-    def _go_on(self) -> None:
-        """Read past the first batch: the consumer has asked for more."""
+    def _read_ahead(self) -> None:
+        """End the head start of the first batch; request more if none is in flight."""
         if not self._reads_ahead:
             self._reads_ahead = True
             self.pipeline.read_ahead()
@@ -157,11 +157,11 @@ class AheadFeed(Feed):
             self._fill()
 
     def _fill(self, most: int = sys.maxsize) -> None:
-        """Issue requests until the window is full, at most so many.
+        """Issue up to ``most`` requests, until the window is full.
 
-        The batches of a run are requested together, when the previous ones are nearly
-        used up. With one request at a time, the thread would contend for the GIL with
-        a consumer that frees tensors, which releases the GIL.
+        Fast batches are requested in runs, when the previous run is nearly used up:
+        with one request at a time, the thread that makes them would contend for the
+        GIL with the consumer.
         """
         with self._lock:
             run: list[BatchTask] = []
@@ -171,12 +171,12 @@ class AheadFeed(Feed):
                         break
                 if run:
                     self.pipeline.submit(run)
-            except BaseException:  # Ctrl-C: batches will not come: let nobody wait
-                self._cut()
+            except BaseException:  # Ctrl-C: these batches may never come
+                self._abort()
                 raise
 
     def _room(self) -> int:
-        """Return how many more to request; note how far they may then be used up."""
+        """Return how many more batches to request; set when to refill (``_low``)."""
         if self._is_exhausted:
             return 0
         window, turns, in_flight = self._window, self._turns, len(self._in_flight)
@@ -186,8 +186,8 @@ class AheadFeed(Feed):
             limit += -(-ahead // held) if held else window.samples
             one_by_one |= not held or self.epoch.order.size is None
         run_size = self.pipeline.run_size if window.runs else 0
-        is_beside = self.pipeline.pool is not None  # workers must not run out
-        self._low = limit + is_beside * run_size // 2 if run_size else sys.maxsize
+        has_pool = self.pipeline.pool is not None  # workers must not run out of tasks
+        self._low = limit + has_pool * run_size // 2 if run_size else sys.maxsize
         limit = min(limit + run_size, window.most)
         if turns is not None and not turns.may_issue(limit):
             return 0
@@ -195,7 +195,7 @@ class AheadFeed(Feed):
         return min(room, 1) if one_by_one else room
 
     def _request(self, count: int, run: list[BatchTask]) -> bool:
-        """Add the next requests, now in flight, to a run; False after the last one."""
+        """Add ``count`` requests, now in flight, to ``run``; False after the last."""
         began, stop = perf_counter(), len(run) + count
         try:
             for request in islice(self._requests, count):
@@ -209,7 +209,7 @@ class AheadFeed(Feed):
         except (KeyboardInterrupt, SystemExit):  # the order cannot be continued
             raise
         except BaseException as error:  # delivered in order
-            self._is_cut = True
+            self._is_aborted = True
             self._in_flight[self._next] = 0
             self.pipeline.ready.put(self._next, BatchResult(error=error))
         seconds = perf_counter() - began
@@ -219,7 +219,7 @@ class AheadFeed(Feed):
         self._is_exhausted = len(run) < stop
         return not self._is_exhausted
 
-    # -- results in -----------------------------------------------------------------
+    # -- results ------------------------------------------------------------------
 
     def _take(self) -> Any:
         """Return a ready batch, or ``NOTHING``; raise its error if it failed."""
@@ -237,20 +237,20 @@ class AheadFeed(Feed):
                         self._end()
                     if item is None:
                         break
-                    # Last: an interrupt after this would lose the batch, and user code,
-                    # such as the sampler, has run before.
+                    # Last, after user code such as the sampler: an interrupt after this
+                    # would lose the batch.
                     number, result = item
                     is_lost = result.error is None
-                    if self._note(number, result, self._asked, perf_counter()):
+                    if self._accept(number, result, self._asked, perf_counter()):
                         return result.batch
                 except BaseException:
                     if is_lost:
-                        self._cut()
+                        self._abort()
                     raise
             return NOTHING
 
     def _pop(self) -> tuple[int, BatchResult] | None:
-        """Return the next result; None if there is none, or others have closed this."""
+        """Return the next result; None if none is ready, or this is closed."""
         try:
             item: tuple[int, BatchResult] | None = self._results.pop_nowait()
         except BaseException as error:
@@ -262,14 +262,14 @@ class AheadFeed(Feed):
             raise
         return item
 
-    def _cut(self) -> None:
-        """End early: a request or a result was lost; later steps raise."""
-        self._is_exhausted = self._is_cut = True
+    def _abort(self) -> None:
+        """End early, because a request or a result was lost; later steps raise."""
+        self._is_exhausted = self._is_aborted = True
         self.dismiss()
         self._was_interrupted = True
 
     def _account(self, number: int, result: BatchResult) -> None:
-        """Count a delivered result and issue new requests in its place."""
+        """Take a result from the batches in flight, and issue new requests."""
         self._samples -= self._in_flight.pop(number)
         if self._tuner is not None:
             waited = self.counters.waited - self.counters.drawn
@@ -279,29 +279,28 @@ class AheadFeed(Feed):
         if self._turns is not None:
             self._turns.take(number, has_ended=result.has_ended)
         self._is_exhausted = self._is_exhausted or result.is_end
+        # Without a batch, the consumer of a lazy window still waits.
         is_nothing = result.is_empty or number in self._dropped
-        # If it is lazy, its consumer still waits.
         is_low = len(self._in_flight) < self._low
         if is_low and (is_nothing or not self._window.is_lazy):
             self._fill()
         self.counters.in_flight = len(self._in_flight)
 
     def _end(self) -> None:
-        """End, if it may: nothing is under way or to be requested."""
-        if self._is_cut or self._may_end():
+        """End unless a subclass refuses: nothing is in flight or to be requested."""
+        if self._is_aborted or self._may_end():
             self.is_finished = True
             self._results.finish()  # other consumers may be waiting
 
     def _may_end(self) -> bool:
-        """Tell whether to end, now that nothing is under way or to be requested."""
         return True
 
     # -- the end ------------------------------------------------------------------
 
     def _finish(self) -> None:
-        """Note that the epoch is over, unless it was only closed."""
+        """Mark the epoch as over, unless the iteration was only closed."""
         self._check()
-        if self._is_exhausted and not (self._in_flight or self._is_cut):
+        if self._is_exhausted and not (self._in_flight or self._is_aborted):
             self._progress.is_over = True
 
     def dismiss(self) -> None:
@@ -328,7 +327,7 @@ class AheadFeed(Feed):
                 pipeline.drop_pool()
 
     def abandon(self) -> None:
-        """End the pipeline in the background; before Python's exit, wait for it."""
+        """End the pipeline in the background; at Python's exit, wait for it."""
         pipeline = self.pipeline
         runner = pipeline.runner
         if threading.main_thread().is_alive():
@@ -337,8 +336,8 @@ class AheadFeed(Feed):
         if pipeline.ended.is_set() or runner.is_foreign():  # a child has no threads
             return
         pipeline.dismiss()
-        # The main thread has ended: the interpreter is exiting, and our threads must
-        # end first, or requests in flight would run in a half-finalized process.
+        # The interpreter is exiting. The threads must end first, or requests in flight
+        # would run in a half-finalized process.
         if not hasattr(sys, "last_value"):  # an uncaught error may hold the iterator
             warn(
                 "a DataLoader was left open until the interpreter's exit; close its "
@@ -346,17 +345,17 @@ class AheadFeed(Feed):
                 ResourceWarning,
             )
         pipeline.ended.wait(GRACE)
-        if runner.is_left() and runner.closed.wait(GRACE):
+        if runner.is_released() and runner.closed.wait(GRACE):
             runner.join()
         if pipeline.stage is not None:
             pipeline.stage.join()
-        if pipeline.pool is not None and not pipeline.pool.pumps:
+        if pipeline.pool is not None and not pipeline.pool.has_result_reader:
             pipeline.join()  # threads of this process
 
-    # -- a batch that does not come -------------------------------------------------
+    # -- timeouts -----------------------------------------------------------------
 
     def _time_out(self, waited: float) -> None:
-        """Restart the worker that delays the batch, once, if asked to; else raise."""
+        """Restart the worker that delays the batch, if it may; else raise."""
         pipeline, pool = self.pipeline, self.pipeline.pool
         number = next(iter(self._in_flight), self._next)
         # The awaited task is the oldest one if batches come unordered.
@@ -376,7 +375,7 @@ class AheadFeed(Feed):
         text = f"DataLoader timed out after {self._timeout} seconds: batch {number}"
         queues = (
             f"queues: {len(pipeline.under_way)} batches under way, "
-            f"{len(pipeline.ready)} ready, {pipeline.ready.held_back()} waiting for "
+            f"{len(pipeline.ready)} ready, {pipeline.ready.count_early()} waiting for "
             f"an earlier one; waited {waited:.2f} s"
         )
         lines = [f"{text} {progress[0]}", queues, *progress[1:], last_error()]
@@ -386,28 +385,28 @@ class AheadFeed(Feed):
 
 
 def _stop_at_exit(error: BaseException) -> None:
-    """Stop a daemon thread at the interpreter's exit, as Python soon would."""
+    """Block a daemon thread at the interpreter's exit, as Python soon would."""
     is_late = threading.current_thread().daemon and isinstance(error, LoaderClosedError)
     if is_late and not threading.main_thread().is_alive():
         threading.Event().wait()
 
 
 def _progress(pipeline: Pipeline, task: BatchTask) -> list[str]:
-    """Say where a batch is and since when; and where the thread is that makes it.
+    """Return lines with the stage of a batch, and the stack of its thread.
 
-    Asking a worker process for its stack may take a second.
+    A worker process may need a second to send its stack.
     """
     maker, stage, now = pipeline.maker, task.stage, time.monotonic()
     if pipeline.pool is not None and stage == "pool":
         return [pipeline.pool.explain(task)]
     since = pipeline.under_way.get(id(task), (task, now))[1]
-    found = [f"has been in stage {stage!r} for {now - since:.2f} s"]
+    lines = [f"has been in stage {stage!r} for {now - since:.2f} s"]
     if stage == "fetch":
         pairs = zip(task.indices, task.samples, strict=False)
         missing = [index for index, sample in pairs if sample is MISSING]
         missing += task.indices[len(task.samples) :]
         if missing:
-            found[0] += f", {len(missing)} samples missing, first index {missing[0]!r}"
+            lines[0] += f", {len(missing)} samples missing, first index {missing[0]!r}"
     is_on_loop = {
         "fetch": maker.reads_async or maker.kind is Kind.ASYNC_ITERABLE,
         "transform": maker.transforms_async,
@@ -415,5 +414,5 @@ def _progress(pipeline: Pipeline, task: BatchTask) -> list[str]:
     }
     stack = stack_of(pipeline.runner.cpu.ident())
     if stack and not is_on_loop.get(stage):
-        found.append(f"the loader's thread is at:\n{stack}")
-    return found
+        lines.append(f"the loader's thread is at:\n{stack}")
+    return lines

@@ -1,4 +1,4 @@
-"""Small helpers for ``await`` and for errors of user code."""
+"""Helpers to run awaitables from plain code, and for errors of user code."""
 
 import asyncio
 import concurrent.futures
@@ -18,7 +18,11 @@ if TYPE_CHECKING:
     from aioloader._pipeline.runner import LoopRunner
 
 T = TypeVar("T")
-_CLOSED = "the iterator was closed; make a new one"
+
+
+def iterator_closed() -> LoaderClosedError:
+    """Return the error of a step that was under way when its iterator was closed."""
+    return LoaderClosedError("the iterator was closed; make a new one")
 
 
 def run_now(coroutine: Coroutine[Any, Any, T]) -> T:
@@ -31,18 +35,14 @@ def run_now(coroutine: Coroutine[Any, Any, T]) -> T:
     raise AssertionError("reading a plain iterator suspended")
 
 
-def user_error(error: BaseException, what: str) -> BaseException:
-    """Return the error of a user's coroutine as the consumer gets it.
-
-    Raises:
-        BaseException: ``error``, if it ends this task.
-    """
+def user_error(error: BaseException, source: str) -> BaseException:
+    """Return the error to report for ``error``; raise it now if it ends this task."""
     if ends_task(error):
         raise error
-    return raisable(error, what)
+    return raisable(error, source)
 
 
-def refuse_coroutines(values: Any, what: str) -> None:
+def refuse_coroutines(values: Any, source: str) -> None:
     """Raise a TypeError if a plain function has returned coroutines; close them."""
     if isinstance(values, types.CoroutineType):
         values = [values]
@@ -50,37 +50,34 @@ def refuse_coroutines(values: Any, what: str) -> None:
         return
     close_coroutines(values)
     raise TypeError(
-        f"the {what} is a plain function but returned a coroutine; declare it (or its "
-        "wrapper) `async def`, so that it runs on the loader's loop"
+        f"the {source} is a plain function but returned a coroutine; declare it (or "
+        "its wrapper) `async def`, so that it runs on the loader's loop"
     )
 
 
 class SideLoop:
-    """The event loop that awaits what plain code in other threads returns.
+    """The event loop for awaitables that plain code in other threads returns.
 
-    It is that of the loader or of its caller; or else a loop in a thread, which starts
-    with the first awaitable and runs until ``close``: clients and sessions are bound to
-    one loop.
+    Without the loader's or the caller's loop, one is started in a thread with the first
+    awaitable and runs until ``close``: clients and sessions are bound to one loop.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop | None = None) -> None:
         self._loop = loop
-        self._runner: LoopRunner | None = None  # of a loop in a thread
-        self._waited: set[concurrent.futures.Future[list[Any]]] = set()
+        self._runner: LoopRunner | None = None  # of a loop started here
+        self._pending: set[concurrent.futures.Future[list[Any]]] = set()
         self._lock = fork_safe(threading.RLock())  # a finalizer may need it too
         self.is_closed: bool = False
 
     def resolve(self, values: Iterable[Any], limit: int) -> list[Any]:
-        """Await all, at most ``limit`` at a time; block until the results are there.
+        """Block until all values are awaited, ``limit`` at a time; return the results.
 
-        A failed one is returned as ``FailedSample``.
-
-        Raises:
-            LoaderClosedError: If it is closed meanwhile: the awaiting is cancelled.
+        A failed one is returned as ``FailedSample``. If this is closed meanwhile, the
+        awaiting is cancelled, and ``LoaderClosedError`` is raised.
         """
         with self._lock:
             if self.is_closed:
-                raise LoaderClosedError(_CLOSED)
+                raise iterator_closed()
             if self._loop is None:
                 from aioloader._pipeline.runner import LoopRunner
 
@@ -91,29 +88,29 @@ class SideLoop:
                 self._runner.allow(limit)
             gathered = _gathered(values, limit)
             future = asyncio.run_coroutine_threadsafe(gathered, self._loop)
-            self._waited.add(future)
+            self._pending.add(future)
         try:
             while concurrent.futures.wait([future], LOOK_UP).not_done:
-                pass  # a signal is handled now
+                pass  # Python handles signals here
             return future.result()
         except concurrent.futures.CancelledError:
-            raise LoaderClosedError(_CLOSED) from None
+            raise iterator_closed() from None
         finally:
             future.cancel()  # after Ctrl-C
-            self._waited.discard(future)
+            self._pending.discard(future)
 
     def wait_for(self, value: Any) -> Any:
-        """Await ``value``; block until the result is there, or raise its error."""
-        (found,) = self.resolve([value], 1)
-        if type(found) is FailedSample:
-            raise found.error
-        return found
+        """Block until ``value`` is awaited; return its result, or raise its error."""
+        (result,) = self.resolve([value], 1)
+        if type(result) is FailedSample:
+            raise result.error
+        return result
 
     def close(self) -> None:
-        """End every wait, and the thread; finalizers may call it."""
+        """End every wait, and the thread if there is one; safe in finalizers."""
         with self._lock:
             self.is_closed = True
-            for future in list(self._waited):
+            for future in list(self._pending):
                 future.cancel()
             runner, self._runner = self._runner, None
             if runner is not None:
@@ -121,13 +118,13 @@ class SideLoop:
 
 
 async def _gathered(values: Iterable[Any], limit: int) -> list[Any]:
-    places = asyncio.Semaphore(limit)
+    permits = asyncio.Semaphore(limit)
 
-    async def one(value: Any) -> Any:
-        async with places:
+    async def await_value(value: Any) -> Any:
+        async with permits:
             try:
                 return await resolved(value)
             except BaseException as error:  # handed to the policy
                 return failed(user_error(error, "the dataset"))
 
-    return await asyncio.gather(*map(one, values))
+    return await asyncio.gather(*map(await_value, values))

@@ -1,7 +1,7 @@
-"""The user's functions, and what surrounds each call: retries, skips, notes.
+"""Calls of the user's functions, with retries, failure policy and error notes.
 
-``make`` makes a batch in plain code, in the calling thread; ``amake`` on a loop, with
-coroutines. Both read again in the same way.
+``BatchMaker.make`` makes a batch in plain code, in the calling thread; ``amake`` awaits
+the coroutines of a batch on a loop. Both retry reads in the same way.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ from aioloader._pipeline.awaiting import (
     run_now,
     user_error,
 )
-from aioloader._pipeline.batch_task import MISSING, BatchResult, BatchTask, place_of
+from aioloader._pipeline.batch_task import MISSING, BatchResult, BatchTask, stage_note
 from aioloader._pipeline.position import StateLoads
 from aioloader._transport.slots import Allocator, SlotPool
 from aioloader.errors import FailureBudgetError
@@ -56,23 +56,20 @@ from aioloader.protocols import (
 if TYPE_CHECKING:
     from aioloader._pipeline.fetchers import FetcherPool
 
-_NOTHING: Final = nullcontext()
-# What raises in each stage, for errors.
+_UNSEEDED: Final = nullcontext()
+# The user code of each stage, for errors.
 _DATASET: Final = "the dataset"
-_WHAT: Final = {"fetch": _DATASET, "collate": "collate_fn"}
+_SOURCES: Final = {"fetch": _DATASET, "collate": "collate_fn"}
 # Maps a batch's number and the position of its first sample to a ``BatchTask``'s keys.
 SampleKeys: TypeAlias = Callable[[int, int], tuple[int, tuple[int, int, int] | None]]
-# Sleeps in a thread between two reads; None: coroutines read, on a loop.
+# Sleeps in a thread between two attempts; None: coroutines read, on a loop.
 Pause: TypeAlias = Callable[[float], object]
 
 
-def _seeds_of(
+def _keys_of_reader(
     keys: SampleKeys, rank: int, reader: int, readers: int, number: int, whole: int
 ) -> tuple[int, tuple[int, int, int] | None]:
-    """Return the keys of one of a reader's batches, of ``whole`` samples on all ranks.
-
-    ``number`` counts the batches of this reader.
-    """
+    """Return the keys of a reader's batch; it has ``whole`` samples on all ranks."""
     number = number * readers + reader
     return keys(number, number * whole + rank)
 
@@ -81,7 +78,7 @@ def _seeds_of(
 class Recipe:
     """The user's objects and rules; the same in the loader and in its workers."""
 
-    dataset: Any  # where samples come from; None in workers that do not read
+    dataset: Any  # None in workers that do not read
     transform: Callable[[Any], Any] | None
     collate_fn: Callable[[Any], Any]  # of samples, or of one if not ``batched``
     batched: bool
@@ -90,19 +87,17 @@ class Recipe:
     on_error: OnError = "raise"
     retry: Retry | None = None
     concurrency: int = 64  # samples, or awaitables of plain code, in flight on one loop
-    # Which samples of an iterable are this rank's, and whether batches come with a
-    # mask.
-    part: RankPart = WHOLE
-    # Whether other ranks read the same batches: after an error this rank must stay in
-    # step with them.
+    part: RankPart = WHOLE  # this rank's samples of an iterable; mask or no mask
+    # Whether other ranks read the same batches of a stream: after an error this rank
+    # skips as many samples as they read.
     keeps_step: bool = False
     is_even: bool = False  # whether all ranks have the same number of batches
-    # How often the loader's ``set_epoch`` was called, and the number that its dataset
-    # was given, if any: workers that persist give it to their copy.
+    # How often the loader's ``set_epoch`` was called, and the number passed to its
+    # dataset, if any. Persistent workers pass it to their copy.
     dataset_epoch: tuple[int, int | None] = (0, None)
     kind: Kind = field(init=False)
     reads_async: bool = field(init=False)  # coroutines read a map-style dataset
-    keeps_state: bool = field(init=False)  # samples are read from one with a state
+    keeps_state: bool = field(init=False)  # a map-style dataset has ``state_dict``
     transforms_async: bool = field(init=False)
     collates_async: bool = field(init=False)
     is_plain: bool = field(init=False)  # whether no step needs an event loop
@@ -117,9 +112,10 @@ class Recipe:
         is_on_loop = self.reads_async or self.kind is Kind.ASYNC_ITERABLE
         self.is_plain = not (is_on_loop or self.transforms_async or self.collates_async)
 
-    def given(self) -> dict[str, Any]:
-        """Return the recipe alone, as arguments of a class that knows more."""
-        return {one.name: getattr(self, one.name) for one in fields(Recipe) if one.init}
+    def kwargs(self) -> dict[str, Any]:
+        """Return the arguments of a ``Recipe``, for its subclasses."""
+        names = [argument.name for argument in fields(Recipe) if argument.init]
+        return {name: getattr(self, name) for name in names}
 
     def is_stream(self) -> bool:
         """Tell whether samples are read sequentially, from a stream with a state."""
@@ -133,8 +129,7 @@ class BatchMaker(Recipe):
     policy: FailurePolicy
     epoch: int = 0
     reads_whole: bool = field(init=False)  # as in ``HasEpoch``
-    # Lends memory for big batches.
-    lease: Allocator = field(default_factory=lambda: SlotPool().lease)
+    lease: Allocator = field(default_factory=lambda: SlotPool().lease)  # of big batches
     # Entered while plain code works on a task, to seed the generators.
     around: Callable[[BatchTask], AbstractContextManager[Any]] = nullcontext
     # Seeds the generators again for a task whose user code restored them.
@@ -143,19 +138,17 @@ class BatchMaker(Recipe):
     # task, the position and the stage (0: read, 1: transform).
     seed: Callable[[BatchTask, int, int], None] | None = None
     # Called with the same arguments before a coroutine reads or transforms a sample, or
-    # a whole batch (position -1).
-    at: Callable[[BatchTask, int, int], None] | None = None
+    # reads (0) or collates (2) a whole batch (position -1).
+    seed_async: Callable[[BatchTask, int, int], None] | None = None
     # Returns the keys that generators are seeded with; None: no seeding.
     keys: SampleKeys | None = None
-    # What an iterable dataset does with a loaded state.
-    loads: StateLoads = field(default_factory=StateLoads)
+    loads: StateLoads = field(default_factory=StateLoads)  # of an iterable dataset
     side_loop: SideLoop = field(default_factory=SideLoop, init=False)
-    # The state that the dataset loads before the first read, if there is one: batches
-    # that were read ahead for an iteration before may have changed it since the load.
-    begins: list[Any] = field(default_factory=list, init=False)
-    took: float = field(default=1.0, init=False)  # seconds of the latest batch
-    # How many reads of coroutines have failed, those retried too.
-    failed_reads: int = field(default=0, init=False)
+    # At most one state, which the dataset loads before the first read: batches in
+    # flight of an earlier iteration may have changed the dataset since it was loaded.
+    initial_states: list[Any] = field(default_factory=list, init=False)
+    last_seconds: float = field(default=1.0, init=False)  # of making a batch
+    failed_reads: int = field(default=0, init=False)  # by coroutines, retried ones too
     # Looked up once: a look-up per sample takes 5 % of the time of a small one.
     get: Callable[[Any], Any] = field(init=False)
     get_batch: Callable[[Any], Any] | None = field(init=False, default=None)
@@ -181,12 +174,8 @@ class BatchMaker(Recipe):
         else:
             self.get_batch = partial(UnreadSamples, tensors)
 
-    def begin(self, epoch: int, dataset_epoch: tuple[int, int | None]) -> None:
-        """Work for this epoch from now on, in a worker; tell its copy of the dataset.
-
-        Raises:
-            Exception: What ``set_epoch`` of the dataset raises.
-        """
+    def begin_epoch(self, epoch: int, dataset_epoch: tuple[int, int | None]) -> None:
+        """Switch a worker to an epoch; call ``set_epoch`` of its dataset if needed."""
         self.epoch = epoch
         if dataset_epoch != self.dataset_epoch:
             set_epoch_of(self.dataset, dataset_epoch[1])
@@ -200,16 +189,16 @@ class BatchMaker(Recipe):
             task.key, task.sample_keys = self.keys(number, first)
         return task
 
-    def seeds(self, reader: int = 0, readers: int = 1) -> SampleKeys | None:
-        """Return the keys of a reader's batches, if there are any."""
+    def reader_keys(self, reader: int = 0, readers: int = 1) -> SampleKeys | None:
+        """Return the keys of a reader's batches, by number in that reader."""
         if self.keys is None:
             return None
-        return partial(_seeds_of, self.keys, self.part.rank, reader, readers)
+        return partial(_keys_of_reader, self.keys, self.part.rank, reader, readers)
 
     def leave_generators(self) -> None:
         """Do not seed the generators: the user's code does."""
         self.around, self.reseed = nullcontext, None
-        self.seed = self.at = None
+        self.seed = self.seed_async = None
 
     def make(
         self,
@@ -219,20 +208,20 @@ class BatchMaker(Recipe):
         *,
         seeded: bool = True,
     ) -> BatchResult:
-        """Make one batch in this thread, in plain code; errors become its result.
+        """Make one batch in this thread, in plain code; return errors as its result.
 
         Args:
             task: The batch.
             read: Reads its samples: ``read`` of this maker, or ``pull`` of a stream;
-                None if they are there.
-            enter: Called with the name of each stage after the first, if given.
-            seeded: Whether user code runs, which may draw random numbers.
+                None if ``task`` has them.
+            enter: Called with the name of each stage after the first.
+            seeded: Whether user code runs, which may use random numbers.
         """
-        clocks = thread_clocks(task.number, self.took)
+        clocks = thread_clocks(task.number, self.last_seconds)
         outer = UNDER_WAY.get()
         try:
             UNDER_WAY.set(self)
-            with self.around(task) if seeded else _NOTHING:
+            with self.around(task) if seeded else _UNSEEDED:
                 if read is not None:
                     read(task)
                 result = task.result
@@ -246,7 +235,7 @@ class BatchMaker(Recipe):
                     result = self.collate(task)
             if clocks is not None:
                 task.spent = spent(clocks)
-            self.took = task.collated - (task.began or task.transformed)
+            self.last_seconds = task.collated - (task.began or task.transformed)
         except BaseException as error:  # handed to the consumer
             return BatchResult(error=error)
         finally:
@@ -257,7 +246,7 @@ class BatchMaker(Recipe):
     def fetch(
         self, task: BatchTask, read: Callable[[BatchTask], object]
     ) -> BatchResult | None:
-        """Read the samples of ``task`` in this thread; return an error, or the end."""
+        """Read the samples of ``task`` in this thread; return an error or the end."""
         outer = UNDER_WAY.get()
         try:
             UNDER_WAY.set(self)
@@ -273,28 +262,28 @@ class BatchMaker(Recipe):
         """Read the samples of ``task``; ``pause`` sleeps between attempts."""
         task.began = perf_counter()
         self.policy.begin(len(task.indices))
-        if self.begins:
-            self._begin(task)
+        if self.initial_states:
+            self._load_initial_state(task)
         try:
             if self.get_batch is not None:
-                task.samples = run_now(self._again(task, -1, pause))
+                task.samples = run_now(self._read_retrying(task, -1, pause))
             if self.get_batch is None or task.samples is MISSING:
                 self._read_each(task, pause)
             if holds_awaitables(task.samples):  # of a plain ``__getitem__``
                 awaited = self.side_loop.resolve(task.samples, self.concurrency)
-                for position, found in enumerate(awaited):
-                    if type(found) is FailedSample:
-                        again = self._again(task, position, pause, found.error)
-                        found = run_now(again)  # noqa: PLW2901
-                    task.samples[position] = found
+                for k, sample in enumerate(awaited):
+                    if type(sample) is FailedSample:
+                        retrying = self._read_retrying(task, k, pause, sample.error)
+                        sample = run_now(retrying)  # noqa: PLW2901
+                    task.samples[k] = sample
         except BaseException:
             close_coroutines(task.samples)
             raise
         task.read = perf_counter()
 
-    def _begin(self, task: BatchTask) -> None:
+    def _load_initial_state(self, task: BatchTask) -> None:
         try:
-            self.dataset.load_state_dict(usable(self.begins.pop()))
+            self.dataset.load_state_dict(usable(self.initial_states.pop()))
         except BaseException as error:
             raise self._batch_error("fetch", task, error)  # noqa: B904
         if self.reseed is not None:
@@ -302,7 +291,7 @@ class BatchMaker(Recipe):
 
     def _read_each(self, task: BatchTask, pause: Pause) -> None:
         get, samples = self.get, list[Any]()
-        task.samples = samples  # a timeout tells which are missing
+        task.samples = samples  # at once: a timeout's error names missing samples
         seed = self.seed if task.sample_keys is not None else None
         for index in task.indices:
             try:
@@ -311,11 +300,12 @@ class BatchMaker(Recipe):
                 samples.append(get(index))
             except BaseException as error:  # retried, or the policy decides
                 # An interrupt may come when the last one has just been appended.
-                at = min(len(samples), len(task.indices) - 1)
-                samples.append(run_now(self._again(task, at, pause, error)))
+                position = min(len(samples), len(task.indices) - 1)
+                retrying = self._read_retrying(task, position, pause, error)
+                samples.append(run_now(retrying))
 
     def apply(self, task: BatchTask) -> None:
-        """Transform the samples of ``task`` in place; the transform is plain."""
+        """Transform the samples of ``task`` in place, by plain code."""
         samples, transform = task.samples, self.transform
         assert transform is not None
         task.stage = "transform"
@@ -332,13 +322,13 @@ class BatchMaker(Recipe):
         refuse_coroutines(samples, "transform")
 
     def collate(self, task: BatchTask) -> BatchResult:
-        """Make the batch of ``task``, or nothing if every sample was skipped."""
-        samples = self._kept(task)
+        """Collate the samples of ``task``; the result is empty if all were skipped."""
+        samples = self._kept_samples(task)
         if samples is SKIP:
             return BatchResult(is_empty=True)
         try:
-            own = samples if self.batched else samples[0]
-            batch = collated(self.lease, self.collate_fn, own)
+            argument = samples if self.batched else samples[0]
+            batch = collated(self.lease, self.collate_fn, argument)
             if isinstance(batch, types.CoroutineType):
                 refuse_coroutines(batch, "collate_fn")
         except BaseException as error:
@@ -349,11 +339,9 @@ class BatchMaker(Recipe):
         return BatchResult(batch)
 
     def is_quick(self, task: BatchTask) -> bool:
-        """Tell whether the rest of ``task`` takes only a fraction of a millisecond.
+        """Tell whether collating ``task`` takes only a fraction of a millisecond.
 
-        True for a few small samples under torch's own rules, and for columns that say
-        so. Such a batch is collated on the event loop: a hop to a thread would cost
-        more.
+        Such a batch is collated on the event loop: a thread would cost more.
         """
         samples = task.samples
         if self.transform is not None:
@@ -362,12 +350,8 @@ class BatchMaker(Recipe):
             return getattr(samples, "is_quick", False)
         return collates_quickly(self.collate_fn, samples)
 
-    def _kept(self, task: BatchTask) -> Any:
-        """Return the samples that were not skipped; ``SKIP`` if all were.
-
-        Raises:
-            FailureBudgetError: If all were, and other ranks have this batch and wait.
-        """
+    def _kept_samples(self, task: BatchTask) -> Any:
+        """Return the samples that were not skipped; ``SKIP`` if all were."""
         task.stage, task.transformed = "collate", perf_counter()
         samples, is_empty = task.samples, False
         if type(samples) is list and (self.policy.count or not self.reads):
@@ -385,21 +369,21 @@ class BatchMaker(Recipe):
         return SKIP if is_empty else samples
 
     def _masked(self, task: BatchTask, batch: Any) -> tuple[Any, torch.Tensor]:
-        """Return a batch with the mask of its padding."""
+        """Return a batch with its mask, which is False for padding."""
         samples = task.samples if type(task.samples) is list else task.indices
         real = len(samples) - task.padding
-        kept = [k < real for k, one in enumerate(samples) if one is not SKIP]
-        return batch, torch.tensor(kept if self.batched else kept[0])
+        mask = [k < real for k, sample in enumerate(samples) if sample is not SKIP]
+        return batch, torch.tensor(mask if self.batched else mask[0])
 
-    def leave(self, task: BatchTask, result: BatchResult) -> BatchResult:
-        """Add to a result the state of a map-style dataset after it."""
+    def add_state(self, task: BatchTask, result: BatchResult) -> BatchResult:
+        """Add the state of a map-style dataset, if it has one, to a result."""
         if not self.keeps_state or result.error is not None:
             return result
         try:
             result.dataset = 0, saved_state(self.dataset)
         except BaseException as error:  # handed to the consumer
-            where = f"in the dataset's state_dict(), {self.place('fetch', task)}"
-            error = noted(raisable(error, _DATASET), where)
+            note = f"in the dataset's state_dict(), {self.stage_note('fetch', task)}"
+            error = noted(raisable(error, _DATASET), note)
             return BatchResult(error=error, state=result.state)
         return result
 
@@ -410,24 +394,24 @@ class BatchMaker(Recipe):
         call: Callable[[Callable[[], Any]], Awaitable[Any]],
         read: Callable[[BatchTask], object] | None,
     ) -> BatchResult | None:
-        """Make one batch on this loop: ``fetchers`` run coroutines, threads plain code.
+        """Await the coroutines of one batch on this loop.
 
         Args:
             task: The batch; its reads and transforms come before those of later ones.
-            fetchers: Run them.
+            fetchers: Run the coroutines of its samples.
             call: Awaits plain code in a thread.
-            read: Reads its samples there; None if coroutines do, or if they are there.
+            read: Reads its samples there; None: coroutines do, or ``task`` has them.
 
         Returns:
-            Its result, if only an error; None: the rest is plain, for ``make``.
+            The result, which may be an error; None: the rest is plain, for ``make``.
         """
         try:
-            is_each = False  # transformed, each after its read
+            is_transformed = False  # each sample after its read
             if self.reads_async:
-                is_each = await self._aread(task, fetchers)
+                is_transformed = await self._aread(task, fetchers)
             elif read is not None:
                 task.result = await call(partial(self.fetch, task, read))
-            if task.result is None and self.transforms_async and not is_each:
+            if task.result is None and self.transforms_async and not is_transformed:
                 task.stage = "transform"
                 jobs = await fetchers.run(task, self._transform, len(task.samples))
                 task.started, task.busy = jobs.began, task.busy + jobs.busy
@@ -442,17 +426,17 @@ class BatchMaker(Recipe):
             return BatchResult(error=error)
 
     async def _aread(self, task: BatchTask, fetchers: "FetcherPool") -> bool:
-        """Read the samples of ``task``; tell whether one by one."""
+        """Read the samples of ``task``; return True if one by one (``_fetch``)."""
         self.policy.begin(len(task.indices))
-        if self.begins:
-            self._begin(task)
+        if self.initial_states:
+            self._load_initial_state(task)
         if self.get_batch is not None:
             jobs = await fetchers.run(
-                task, lambda task, _: self._again(task, -1, None), 1
+                task, lambda task, _: self._read_retrying(task, -1, None), 1
             )
             task.began, task.read = jobs.began, perf_counter()
-            if jobs.found is not MISSING:
-                task.samples = jobs.found
+            if jobs.result is not MISSING:
+                task.samples = jobs.result
                 return False
         task.samples = [MISSING] * len(task.indices)
         jobs = await fetchers.run(task, self._fetch, len(task.indices))
@@ -461,14 +445,14 @@ class BatchMaker(Recipe):
         return True
 
     async def _fetch(self, task: BatchTask, position: int) -> None:
-        """Read one sample; an async transform follows at once."""
-        if self.at is not None:
-            self.at(task, position, 0)
+        """Read one sample; an async transform follows immediately."""
+        if self.seed_async is not None:
+            self.seed_async(task, position, 0)
         try:
             sample = self.get(task.indices[position])
             sample = await (resolved(sample) if self._is_wrapped else sample)
         except BaseException as error:  # retried, or the policy decides
-            sample = await self._again(task, position, None, error)
+            sample = await self._read_retrying(task, position, None, error)
         task.samples[position] = sample
         if self.transforms_async:
             await self._transform(task, position)
@@ -477,8 +461,8 @@ class BatchMaker(Recipe):
         sample = task.samples[position]
         if sample is SKIP:
             return
-        if self.at is not None:
-            self.at(task, position, 1)
+        if self.seed_async is not None:
+            self.seed_async(task, position, 1)
         try:
             sample = await self.transform(sample)  # type: ignore[misc]
         except BaseException as error:  # the policy decides
@@ -487,12 +471,12 @@ class BatchMaker(Recipe):
         task.samples[position] = sample
 
     async def _acollate(self, task: BatchTask) -> BatchResult:
-        """Await the batch of ``task``, as ``collate`` makes it."""
-        samples = self._kept(task)
+        """Do as ``collate``, with a coroutine function."""
+        samples = self._kept_samples(task)
         if samples is SKIP:
             return BatchResult(is_empty=True)
-        if self.at is not None:
-            self.at(task, -1, 2)
+        if self.seed_async is not None:
+            self.seed_async(task, -1, 2)
         try:
             batch = await self.collate_fn(samples if self.batched else samples[0])
         except BaseException as error:
@@ -507,18 +491,18 @@ class BatchMaker(Recipe):
         with self.around(task):
             self.apply(task)
 
-    async def _again(
+    async def _read_retrying(
         self,
         task: BatchTask,
         position: int,
         pause: Pause | None,
         error: BaseException | None = None,
     ) -> Any:
-        """Return a sample, read as often as ``retry`` says, or what the policy decides.
+        """Read a sample, retrying as ``retry`` says; return it or its replacement.
 
-        At position -1 all of ``task`` is read at once, with ``__getitems__``, and
-        retried as a whole: ``MISSING`` if the policy is to decide about each sample.
-        ``error`` is that of the first attempt, if it was made.
+        ``error`` is that of the first attempt, if it was made. Position -1 reads all of
+        ``task`` with ``__getitems__``, and returns ``MISSING`` if each sample must be
+        read separately, so that the policy can skip some.
         """
         delays: Iterator[float] = iter(self.retry.delays() if self.retry else ())
         key = object()
@@ -536,7 +520,7 @@ class BatchMaker(Recipe):
                     RETRIED[key] = error
                     await asyncio.sleep(delay) if pause is None else pause(delay)
                 try:
-                    return await self._got(task, position, pause)
+                    return await self._read_once(task, position, pause)
                 except BaseException as caught:  # retried, or the policy decides
                     error = caught
             RETRIED.pop(key, None)
@@ -550,52 +534,54 @@ class BatchMaker(Recipe):
             RETRIED.pop(key, None)
             del error  # its traceback holds this frame
 
-    async def _got(self, task: BatchTask, position: int, pause: Pause | None) -> Any:
+    async def _read_once(
+        self, task: BatchTask, position: int, pause: Pause | None
+    ) -> Any:
         """Read a sample, or all of ``task`` (-1), in a thread or on the loop."""
         is_whole = position < 0
         get: Any = self.get_batch if is_whole else self.get
         index = task.indices if is_whole else task.indices[position]
         if pause is None:
-            if self.at is not None:
-                self.at(task, position, 0)
-            found = await resolved(get(index))
+            if self.seed_async is not None:
+                self.seed_async(task, position, 0)
+            value = await resolved(get(index))
         else:
             if not is_whole and self.seed is not None and task.sample_keys is not None:
                 self.seed(task, position, 0)
-            found = get(index)
-            is_later = inspect.isawaitable if is_whole else holds_awaitables
-            if is_later(found if is_whole else [found]):
-                found = self.side_loop.wait_for(found)
+            value = get(index)
+            must_await = inspect.isawaitable if is_whole else holds_awaitables
+            if must_await(value if is_whole else [value]):
+                value = self.side_loop.wait_for(value)
         if not is_whole or self.transform is None:
-            return found  # a whole goes to ``collate_fn`` as it is, as in torch
-        if len(found) != len(task.indices):
+            return value  # of any type: ``collate_fn`` gets it, as in torch
+        if len(value) != len(task.indices):
             raise ValueError(
-                f"{type(self.dataset).__name__}.__getitems__ returned {len(found)} "
+                f"{type(self.dataset).__name__}.__getitems__ returned {len(value)} "
                 f"samples for {len(task.indices)} indices"
             )
-        return list(found)
+        return list(value)
 
     def _may_retry(self, error: BaseException) -> bool:
         if self.retry is None or not isinstance(error, Exception):
             return False
         try:
             return self.retry.is_worth(error)
-        except BaseException as own:
-            raise raisable(own, "retry")  # noqa: B904  (it keeps its cause)
+        except BaseException as of_retry:
+            raise raisable(of_retry, "retry")  # noqa: B904  (it keeps its cause)
 
     def resolve(
         self, stage: str, task: BatchTask, position: int, error: BaseException
     ) -> Any:
         """Return the replacement of a failed sample, or raise, by the policy."""
         if self.side_loop.is_closed:
-            raise error  # of an iteration that is over
+            raise error  # the iteration is over
         failure = Failure(
             stage=stage,
             epoch=self.epoch,
             batch=task.number,
             position=position,
             index=task.indices[position],
-            error=raisable(error, _WHAT.get(stage, stage)),  # type: ignore[arg-type]
+            error=raisable(error, _SOURCES.get(stage, stage)),  # type: ignore[arg-type]
         )
         if self.on_error != "raise" and isinstance(failure.error, Exception):
             task.failures = [*task.failures, failure]
@@ -607,9 +593,9 @@ class BatchMaker(Recipe):
     def _batch_error(
         self, stage: str, task: BatchTask, error: BaseException
     ) -> BaseException:
-        """Return the error to raise, noted, if ``error`` is that of a whole batch."""
-        error = raisable(error, _WHAT.get(stage, stage))
-        return noted(error, self.place(stage, task))
+        """Return the error to raise for ``error`` of a whole batch, with a note."""
+        error = raisable(error, _SOURCES.get(stage, stage))
+        return noted(error, self.stage_note(stage, task))
 
-    def place(self, stage: str, task: BatchTask) -> str:
-        return place_of(stage, self.epoch, task.number, task.indices)
+    def stage_note(self, stage: str, task: BatchTask) -> str:
+        return stage_note(stage, self.epoch, task.number, task.indices)

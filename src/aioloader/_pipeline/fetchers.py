@@ -1,4 +1,4 @@
-"""Lanes: long-lived tasks on a loop that take jobs, the earliest batch's first.
+"""Fetchers: long-lived tasks on a loop that read samples, the earliest batch's first.
 
 Samples of several batches are in flight at once: an idle fetcher takes the next sample,
 whatever its batch. A task per sample would cost ten times as much.
@@ -19,11 +19,12 @@ from aioloader._pipeline.batch_task import BatchTask
 
 # One in this many samples of a batch is timed.
 _TIMED_EVERY = 8
-# Jobs that start while at most this share of them runs are timed, so many at most.
-_FEW, _MOST_ALONE = 8, 64
+# Also timed are jobs that start while at most one in this many fetchers is busy; at
+# most so many.
+_FEW, _MAX_ALONE = 8, 64
 RESERVE = 64  # idle fetchers that are kept: fewer would soon be started again
 FetchJob: TypeAlias = Callable[[BatchTask, int], Awaitable[Any]]
-# Takes when a job began, and whether more jobs wait; returns how many may run.
+# Maps a job's start, and whether all fetchers are busy, to how many may run.
 Tune: TypeAlias = Callable[[float, bool], int]
 
 
@@ -34,19 +35,19 @@ class FetchJobs:
     task: BatchTask
     job: FetchJob
     count: int
-    over: asyncio.Future[None]  # resolved at their end
+    ended: asyncio.Future[None]  # resolved when all have ended, or one has failed
     left: int  # how many have not ended; never 0 once one has failed
-    taken: int = 0  # how many have begun
+    taken: int = 0  # how many have started
     error: BaseException | None = None
-    began: float = 0.0  # when the first one began
-    busy: float = 0.0  # their seconds, added up
-    found: Any = None  # what the latest one returned
+    began: float = 0.0  # when the first one started
+    busy: float = 0.0  # estimated seconds of all, added up
+    result: Any = None  # of the job that ended last
 
 
 class FetcherPool:
-    """Do jobs, at most ``size`` at a time, on the running loop.
+    """Run jobs, at most ``size`` at a time, on the running loop.
 
-    Lanes start on demand. ``tune`` is called after each job to change ``size``.
+    Fetchers start on demand. ``tune`` is called after each job to change ``size``.
     """
 
     def __init__(self, size: int, tune: Tune | None = None) -> None:
@@ -56,30 +57,29 @@ class FetcherPool:
         self._context = contextvars.copy_context()
         self._size = size
         self._tune = tune
-        self.alone: list[float] = []  # seconds of jobs that began while few ran
-        self._few = max(1, size // _FEW)  # how many that is; 0: enough were timed
+        self.alone: list[float] = []  # seconds of jobs that started while few ran
+        self._few = max(1, size // _FEW)  # at most so many; 0: enough were timed
         self._running = 0
-        self._turns = itertools.count(1)
+        self._turns = itertools.count(1)  # of batches, in order of their first jobs
         self._queue: list[tuple[int, FetchJobs]] = []  # sorted
         self._idle: list[asyncio.Future[None]] = []
         self._fetchers = 0
-        # Also some that have ended: a callback for each costs a step of the loop.
+        # With some that have ended: a callback for each would cost a step of the loop.
         self._tasks: set[asyncio.Task[None]] = set()
-        self._most_tasks = RESERVE
+        self._max_tasks = RESERVE  # above it, ended tasks are dropped
         self._is_closed = False
 
     async def run(self, task: BatchTask, job: FetchJob, count: int) -> FetchJobs:
-        """Do ``job`` for the first ``count`` positions of ``task``, and return them.
+        """Run ``job`` for the first ``count`` positions of ``task``.
 
-        Raises:
-            BaseException: The first one's that fails; the other jobs are dropped.
+        Raise the first error; jobs in the queue are then dropped.
         """
         jobs = FetchJobs(task, job, count, self._loop.create_future(), count)
         if count:
-            task.turn = task.turn or next(self._turns)  # as at its first run
+            task.turn = task.turn or next(self._turns)
             insort(self._queue, (task.turn, jobs))
-            self._rouse(count)
-            await jobs.over
+            self._wake(count)
+            await jobs.ended
         error, jobs.error = jobs.error, None
         try:
             if error is not None:
@@ -93,9 +93,9 @@ class FetcherPool:
         if self._is_closed:
             work.close()
             return
-        if len(self._tasks) >= self._most_tasks:
+        if len(self._tasks) >= self._max_tasks:
             self._tasks = {task for task in self._tasks if not task.done()}
-            self._most_tasks = 2 * len(self._tasks) + RESERVE
+            self._max_tasks = 2 * len(self._tasks) + RESERVE
         context = self._context.copy()
         self._tasks.add(self._loop.create_task(work, name=name, context=context))
 
@@ -104,18 +104,18 @@ class FetcherPool:
         self._is_closed = True
         tasks = [task for task in self._tasks if not task.done()]
         for task in tasks:
-            if not task.cancelling():  # by the end of the caller's loop
+            if not task.cancelling():  # else the end of the caller's loop did
                 task.cancel()
         if tasks:
             asyncio.get_running_loop()  # raises if this is collected after its loop
-            await asyncio.sleep(0)  # idle fetchers end; to wait for each costs more
+            await asyncio.sleep(0)  # idle fetchers end; a wait for each costs more
             tasks = [task for task in tasks if not task.done()]
         if tasks:
             await asyncio.wait(tasks)
-        self._tasks.clear()  # cancelled ones refer to these fetchers
+        self._tasks.clear()  # cancelled ones refer to this pool
         self._queue.clear()
 
-    def _rouse(self, jobs: int) -> None:
+    def _wake(self, jobs: int) -> None:
         """Wake or start a fetcher per job, within ``size``."""
         while jobs and self._idle:
             waiting = self._idle.pop()
@@ -128,11 +128,11 @@ class FetcherPool:
             self.spawn(self._run(), "aioloader fetcher")
 
     async def _run(self) -> None:
-        """Do jobs until there are none; an error ends a batch, not the fetcher."""
+        """Run jobs while there are any; an error ends a batch, not the fetcher."""
         queue, tune = self._queue, self._tune
         # User code may have swallowed the cancellation, which comes only once.
         while not self._is_closed and self._fetchers <= self._size:
-            if not (queue or await self._rest()):
+            if not (queue or await self._idle_until_woken()):
                 break
             if not queue:  # another fetcher was faster
                 continue
@@ -147,7 +147,7 @@ class FetcherPool:
             began = time.perf_counter() if is_timed or tune else 0.0
             jobs.began = jobs.began or began
             try:
-                jobs.found = await jobs.job(jobs.task, position)
+                jobs.result = await jobs.job(jobs.task, position)
             except BaseException as error:  # raised by ``run``
                 self._running -= 1
                 self._fail(jobs, error)
@@ -156,26 +156,26 @@ class FetcherPool:
                 jobs.left -= 1
                 if is_timed:
                     seconds = time.perf_counter() - began
-                    self._note(jobs, position, seconds, is_alone=is_alone)
+                    self._record(jobs, position, seconds, is_alone=is_alone)
                 if not jobs.left:
-                    resolve(jobs.over)
+                    resolve(jobs.ended)
             if tune is not None:
                 self._resize(tune(began, bool(queue) and self._fetchers >= self._size))
         self._fetchers -= 1
 
-    def _note(
+    def _record(
         self, jobs: FetchJobs, position: int, seconds: float, *, is_alone: bool
     ) -> None:
-        """Note how long a job took, some for the untimed ones after it too."""
+        """Record how long a job took, and assume it of the untimed ones after it."""
         if not position % _TIMED_EVERY:
             jobs.busy += seconds * min(_TIMED_EVERY, jobs.count - position)
         if is_alone:
             self.alone.append(seconds)
-            if len(self.alone) == _MOST_ALONE:
+            if len(self.alone) == _MAX_ALONE:
                 self._few = 0
 
-    async def _rest(self) -> bool:
-        """Wait to be woken; return False at once if enough fetchers do."""
+    async def _idle_until_woken(self) -> bool:
+        """Wait to be woken; return False at once if enough fetchers are idle."""
         if len(self._idle) >= self.reserve:
             return False
         waiting = self._loop.create_future()
@@ -184,15 +184,15 @@ class FetcherPool:
         return True
 
     def _fail(self, jobs: FetchJobs, error: BaseException) -> None:
-        """End the jobs of a batch, unless another one has failed before."""
+        """End the jobs of a batch, unless an earlier error has ended them."""
         if ends_task(error):
             raise error
-        if not jobs.over.done():
+        if not jobs.ended.done():
             jobs.error = error
-            jobs.over.set_result(None)
-            self._queue[:] = [one for one in self._queue if one[1] is not jobs]
+            jobs.ended.set_result(None)
+            self._queue[:] = [entry for entry in self._queue if entry[1] is not jobs]
 
     def _resize(self, size: int) -> None:
         if size != self._size:
             self._size = size
-            self._rouse(sum(jobs.count - jobs.taken for _, jobs in self._queue))
+            self._wake(sum(jobs.count - jobs.taken for _, jobs in self._queue))

@@ -1,4 +1,4 @@
-"""The other feeds without a pipeline: streams, transforms, tensors in memory."""
+"""Feeds that make batches in the caller's thread: streams, transforms, tensors."""
 
 from collections.abc import Callable, Iterator
 from time import perf_counter
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class InlineFeed(Feed):
-    """Make one batch at a time in the caller's thread, with all that is not async.
+    """Make one batch at a time in the caller's thread; all user code is plain.
 
     It owns a lease on ``runner``, which enters the lifespan.
     """
@@ -33,7 +33,7 @@ class InlineFeed(Feed):
         self._read: Callable[[BatchTask], None] = maker.read
         if maker.kind is Kind.ITERABLE:
             resume = epoch.start.states.get(0)
-            self._stream = StreamBatcher(maker, resume=resume, keys=maker.seeds())
+            self._stream = StreamBatcher(maker, resume=resume, keys=maker.reader_keys())
             self._read = self._stream.pull
         if isinstance(runner, CallerRunner):
             try:
@@ -49,7 +49,7 @@ class InlineFeed(Feed):
             try:
                 result = self._maker.make(task, self._read)
             finally:
-                UNDER_WAY.set(outer)  # an interrupt may have left it
+                UNDER_WAY.set(outer)  # an interrupt may have skipped the maker's reset
             result.state, result.size, result.made = task.state, task.size, task.made()
             taken = perf_counter()
             self._drawn += max(0.0, task.began - began)
@@ -57,7 +57,7 @@ class InlineFeed(Feed):
             began = taken
             if result.is_end:
                 self._requests = iter(())
-            if self._note(task.number, result, asked, taken):
+            if self._accept(task.number, result, asked, taken):
                 return result.batch
 
     def close(self) -> None:
@@ -73,10 +73,7 @@ class InlineFeed(Feed):
 
 
 class GatherFeed(Feed):
-    """Gather each batch of strided CPU tensors by an index tensor or a range.
-
-    There is no work per sample: it is quick enough for an async consumer's loop.
-    """
+    """Gather each batch of strided CPU tensors; quick enough for an event loop."""
 
     _as_lists = False
 
@@ -97,11 +94,12 @@ class GatherFeed(Feed):
         except BaseException as error:
             self._progress.fail(number)
             if isinstance(error, IndexError):
-                [tensor[at] for tensor in self._tensors for at in chunk]  # names it
+                # Raise torch's error again, which names the index.
+                [tensor[index] for tensor in self._tensors for index in chunk]
             raise
         taken = perf_counter()
         self.counters.waited += taken - asked
-        cpu = taken - began if is_clocked(number) else 0.0  # copying never waits
+        cpu = taken - began if is_clocked(number) else 0.0  # a copy never waits
         made = began, taken, taken, taken, taken, 0.0, cpu, 0.0
         size = len(chunk) if type(chunk) is range else chunk.numel()
         record = number, asked, taken, 0, size, made, began - asked
@@ -110,7 +108,7 @@ class GatherFeed(Feed):
 
 
 def _failing(error: BaseException) -> Iterator[IndexBatch]:
-    """Raise an error instead of the first request."""
+    """Return an iterator whose first step raises ``error``."""
     raise error
     yield
 

@@ -1,8 +1,8 @@
 """The iterator that ``iter(loader)`` and ``aiter(loader)`` return.
 
-The iterator is a thin shell. Nothing in the pipeline refers to it, and no frame of a
-traceback holds it: dropping it (``break``, an exception) releases the pipeline at once,
-without a garbage collection.
+Nothing in the pipeline refers to the iterator, and no frame of a traceback holds it:
+dropping it (``break``, an exception) releases the pipeline at once, without a garbage
+collection.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from aioloader._pipeline.plain import Feed
 
 Batch = TypeVar("Batch", default=Any)
-# Profilers find the time of data loading by torch's form of this name.
+# Profilers recognise data loading by torch's form of this name.
 _RANGE = "enumerate(DataLoader)#BatchIterator.__next__"
 _LENGTH = (  # torch's words
     "Length of IterableDataset {} was reported to be {}(when accessing "
@@ -45,22 +45,22 @@ _HINT = (
 class BatchIterator(OneIteration, Generic[Batch]):
     """Batches of one epoch, for ``for`` or for ``async for``.
 
-    Worker processes start with it; threads, tasks and reads of this process start with
-    the first step. Leaving the loop early releases everything in the background;
-    ``close`` or ``aclose`` waits for it. An exception from one batch does not end the
-    iteration.
+    Worker processes start with the iterator; threads, tasks and reads of this process
+    start with the first step. Leaving the loop early releases everything in the
+    background; ``close`` or ``aclose`` waits for it. An exception from one batch does
+    not end the iteration.
 
     Args:
-        steps: What it does; released with it.
+        core: Takes the steps, so that no frame of a step holds the iterator.
         length: Returns the number of batches of an epoch.
-        base_seed: The seed that random draws are keyed with; None if not drawn yet.
-        is_async: Whether ``aiter`` made it. A plain one may make batches in the thread
-            that asks for them, so tasks must not.
+        base_seed: The epoch's seed; None if it is not drawn yet.
+        is_async: Whether ``aiter`` made it. A plain iterator may make batches in the
+            thread that calls ``next``, so tasks must not.
     """
 
     def __init__(
         self,
-        steps: "IteratorCore",
+        core: "IteratorCore",
         length: Callable[[], int],
         base_seed: int | None = None,
         *,
@@ -68,9 +68,9 @@ class BatchIterator(OneIteration, Generic[Batch]):
     ) -> None:
         self._is_async = is_async
         self._length = length
-        self._steps = steps
+        self._core = core
         self._base_seed = base_seed  # torch's name
-        self._finalizer = weakref.finalize(self, steps.abandon)
+        self._finalizer = weakref.finalize(self, core.abandon)
 
     def __len__(self) -> int:
         """Return ``len(loader)``, or raise ``TypeError`` if it is unknown."""
@@ -89,38 +89,37 @@ class BatchIterator(OneIteration, Generic[Batch]):
         try:
             if profiler._is_profiler_enabled:  # noqa: SLF001  (nothing public is so quick)
                 with profiler.record_function(_RANGE):
-                    batch = self._steps.next()
+                    batch = self._core.next()
             else:
-                batch = self._steps.next()
+                batch = self._core.next()
         finally:
-            # No frame that a traceback may hold, directly or by ``f_back``, has the
-            # iterator; in ``iter(loader).__next__()`` nothing else held it until now.
+            # A traceback may hold this frame, which must not hold the iterator.
             del self
-        return batch  # nothing is called here: an interrupt would lose it
+        return batch  # no call after this line: an interrupt would lose the batch
 
     def __anext__(self) -> Coroutine[Any, Any, Batch]:
         if not self._is_async:
             self._refuse_await()
-        return self._steps.next_async(self)
+        return self._core.next_async(self)
 
     def close(self) -> None:
         """End the iteration and wait until everything is released.
 
-        Later steps end the loop, as with a closed generator.
+        Later steps raise ``StopIteration``, as with a closed generator.
         """
-        feed = self._steps.end()
+        feed = self._core.end()
         if feed is not None:
             feed.close()
 
     async def aclose(self) -> None:
-        """End the iteration and wait, without blocking the loop."""
-        feed = self._steps.end()
+        """Do as ``close``, without blocking the loop."""
+        feed = self._core.end()
         if feed is not None:
             await feed.aclose()
 
     def dismiss(self) -> None:
         """Start ending the iteration; ``close`` and ``aclose`` wait for it."""
-        feed = self._steps.end()
+        feed = self._core.end()
         if feed is not None:
             feed.dismiss()
 
@@ -136,80 +135,80 @@ class BatchIterator(OneIteration, Generic[Batch]):
 
     @property
     def _num_yielded(self) -> int:
-        """The number of batches that it has delivered, under torch's name."""
+        """The number of delivered batches, under torch's name."""
         counters = self.counters
         return 0 if counters is None else counters.batches
 
     @property
     def counters(self) -> "Counters | None":
-        """The statistics of its iteration, once it has started."""
-        feed = self._steps.feed
+        """The counters of the iteration, once it has started."""
+        feed = self._core.feed
         return None if feed is None else feed.counters
 
     def is_under_way(self) -> bool:
         """Tell whether it has started and is neither finished nor closed."""
-        feed = self._steps.feed
+        feed = self._core.feed
         return feed is not None and not feed.is_finished
 
 
 @dataclass(eq=False, repr=False)
 class IteratorCore:
-    """What an iterator does, apart from it so that no frame of a step holds it."""
+    """The steps of an iterator, apart from it so that no frame of a step holds it."""
 
-    # Makes the feed, once. It is given this object, by which it claims a loaded state.
+    # Makes the feed, once, and claims a loaded state for this object.
     prepare: "Callable[[IteratorCore], Feed] | None"
     start: "Callable[[Feed], None]"  # called when the first batch is requested
-    # The modules that it needs. Importing them takes tens of milliseconds, for which no
-    # consumer's loop is blocked.
+    # Modules that the feed needs. Importing them takes tens of milliseconds, so async
+    # consumers import them in a thread.
     engine: tuple[str, ...] = ()
-    check: Callable[[int], None] | None = None  # of the number of batches delivered
-    feed: "Feed | None" = None  # what has begun
-    prepared: "Feed | None" = None  # what will begin, if it already has workers
-    # Whether no other iteration may resume from the state that this one was given:
-    # until its first step has ended, or it is closed or dropped.
+    check: Callable[[int], None] | None = None  # called with the batches delivered
+    feed: "Feed | None" = None  # once it has started
+    prepared: "Feed | None" = None  # before it starts, if it has workers already
+    # Whether this iteration alone may resume from its loaded state: until its first
+    # step has ended, or it is closed or dropped.
     is_held: bool = False
 
     def __post_init__(self) -> None:
         self._lock = fork_safe(threading.RLock())
-        # Tasks get batches in the order in which they ask. The loop that runs them, the
-        # lock that is their turn, and an item per task that holds it or waits for it.
+        # The loop of the consumer's tasks, the lock by which they get batches in the
+        # order of their calls, and an item per task that holds it or waits for it.
         self._turns: tuple[object, asyncio.Lock, list[None]]
         self._turns = (None, asyncio.Lock(), [])
 
     def next(self) -> Any:
-        """Take a step; without a check, later ones are the feed's own."""
+        """Take a step; without a ``check``, later steps call the feed directly."""
         try:
             feed = self.feed or self.begin()
             if feed is None:
                 raise StopIteration
             batch = feed.next()
         finally:
-            self.is_held = False  # no call: an interrupt would lose the batch
+            self.is_held = False  # not by a call: an interrupt would lose the batch
         if self.check is not None:
             self.check(feed.counters.batches)
         return batch
 
     async def next_async(self, iterator: object) -> Any:
-        """Take a step; hold the iterator until it ends, and no longer."""
+        """Take a step; keep ``iterator`` alive until it ends."""
         feed: Any = self.feed
         try:
             if feed is None:
                 require_asyncio()
-            loop, asking = self._turns[0], self._turns[2]
+            loop, queue = self._turns[0], self._turns[2]
             if loop is not running_loop():
-                loop, asking = asyncio.get_running_loop(), []
-                self._turns = (loop, asyncio.Lock(), asking)
-            batch = NOTHING if asking or feed is None else feed.poll()
+                loop, queue = asyncio.get_running_loop(), []
+                self._turns = (loop, asyncio.Lock(), queue)
+            batch = NOTHING if queue or feed is None else feed.poll()
             if batch is NOTHING:
-                batch = await self._next_in_turn(self._turns[1], asking)
+                batch = await self._next_in_turn(self._turns[1], queue)
         finally:
             del iterator
         if self.check is not None and self.feed is not None:
             self.check(self.feed.counters.batches)
         return batch
 
-    async def _next_in_turn(self, turn: asyncio.Lock, asking: list[None]) -> Any:
-        asking.append(None)
+    async def _next_in_turn(self, turn: asyncio.Lock, queue: list[None]) -> Any:
+        queue.append(None)
         try:
             async with turn:
                 if self.prepare is not None and not are_imported(self.engine):
@@ -223,7 +222,7 @@ class IteratorCore:
                 finally:
                     self.is_held = False
         finally:
-            asking.pop()
+            queue.pop()
 
     def begin(self) -> "Feed | None":
         """Return the feed; the first call makes it. None if it was closed before."""
@@ -232,42 +231,39 @@ class IteratorCore:
             if self.feed is None and prepare is not None:
                 if self.engine:
                     import_modules(self.engine)
-                # Kept at once: it is started again, or released, after an interrupt.
+                # Assigned at once, so that an interrupt does not leak it.
                 feed = self.prepared = self.prepared or prepare(self)
-                if self.prepare is None:  # another thread has closed it meanwhile
+                if self.prepare is None:  # another thread has closed this meanwhile
                     feed.close()
                     return None
                 self.start(feed)
-                self.feed = feed  # before the next: ``end`` finds it in one place
+                self.feed = feed  # before ``prepared`` is reset: ``end`` finds either
                 self.prepared = self.prepare = None
                 if self.check is None:  # saves a call per batch
                     self.next = feed.next  # type: ignore[method-assign]
             return self.feed
 
     def prepare_now(self) -> "Feed":
-        """Make the feed, which has workers, before the first batch is requested."""
+        """Make the feed before the first step, so that its workers start."""
         assert self.prepare is not None
         import_modules(self.engine)
         self.prepared = self.prepare(self)
         return self.prepared
 
     def end(self) -> "Feed | None":
-        """Prevent a start; return the feed to close, if there is one."""
+        """Prevent a later start; return the feed to close, if there is one."""
         self.prepare, self.is_held = None, False
         return self.prepared or self.feed
 
     def abandon(self) -> None:
-        """Release an iterator that was dropped, or is still open at Python's exit."""
+        """Release the feed of an iterator that was dropped, or is open at exit."""
         feed = self.end()
         if feed is not None:
             feed.abandon()
 
 
 def length_check(loader: Any) -> Callable[[int], None]:
-    """Return a function that warns of more batches than a stream's length, as torch.
-
-    Torch compares with the length of the dataset that ``len(loader)`` has read.
-    """
+    """Return torch's check of a stream that delivers more than its length."""
     expected = loader._IterableDataset_len_called  # noqa: SLF001  (torch's name)
     dataset, hint = loader.dataset, _HINT * bool(loader.num_workers)
 

@@ -1,4 +1,4 @@
-"""Workers that outlive an iteration, and one iteration's lease on them."""
+"""Workers that may outlive an iteration, and one iteration's handle on them."""
 
 import abc
 import threading
@@ -13,7 +13,7 @@ from aioloader._pipeline.ready import ResultReader
 
 
 class LastingPool(Pool, ResultReader):
-    """Workers that may outlive an iteration; each has a lease on them."""
+    """Workers that may outlive an iteration; a ``PoolHandle`` refers to them."""
 
     @abc.abstractmethod
     def is_open(self) -> bool:
@@ -24,19 +24,18 @@ class LastingPool(Pool, ResultReader):
         """End them in the background; from any thread, and finalizers."""
 
     def close(self) -> None:
-        """Close what this process holds."""
+        """Release this process's resources; called when the handle is collected."""
         self.end()
 
 
 @dataclass(eq=False, repr=False)
 class PoolHandle(Pool):
-    """One iteration's hold on workers that may outlive it.
+    """One iteration's handle on workers that may outlive it.
 
     Once they have started, the pipeline's calls go to them directly.
     """
 
-    # Starts workers, or returns those that are kept; called with the first request.
-    start: Callable[[], LastingPool]
+    start: Callable[[], LastingPool]  # starts workers, or returns those kept
     _: KW_ONLY
     reads: bool
     keep: bool  # whether the workers outlive the iteration and serve the next ones
@@ -49,13 +48,13 @@ class PoolHandle(Pool):
         self._lock = fork_safe(threading.RLock())
 
     def open(self, pipeline: Pipeline) -> None:
-        """Start the workers or find the kept ones, once; may take long."""
+        """Start the workers or find the kept ones; may take long. Idempotent."""
         if self._is_begun:
             return
         self._is_begun = True
         try:
             pool = self.start()
-        except Exception as error:  # mostly: something cannot be pickled
+        except Exception as error:  # usually of pickling
             pipeline.fail(error)
             return
         with self._lock:
@@ -63,20 +62,19 @@ class PoolHandle(Pool):
             self.submit = pool.submit  # type: ignore[method-assign]
             self.restart = pool.restart  # type: ignore[method-assign]
             self.explain = pool.explain  # type: ignore[method-assign]
-            self.pumps = pool.pumps
-            if self.pumps and not self._is_over:
+            self.has_result_reader = pool.has_result_reader
+            if self.has_result_reader and not self._is_over:
                 pipeline.ready.result_reader = pool
             if not self.keep:
-                # If anybody waits for their end, they are joined before this runs.
+                # A consumer that waits for their end joins them before this runs.
                 weakref.finalize(self, pool.close)
                 if self._is_over:
                     pool.end()
 
     def submit(self, pipeline: Pipeline, task: BatchTask) -> None:
-        """Drop a task: the workers have not started, and the pipeline has failed."""
+        """Drop a task: the workers failed to start, so the pipeline has failed."""
 
     def explain(self, task: BatchTask) -> str:  # noqa: ARG002  (a pool's)
-        """Say where a batch is while there are no workers."""
         return "waits for the workers to start"
 
     def forget(self, pipeline: Pipeline) -> None:
@@ -89,5 +87,5 @@ class PoolHandle(Pool):
                 pool.end()
 
     def join(self) -> bool:
-        """Wait until the workers are gone, if they are not kept."""
+        """Wait for the workers to end, unless they are kept."""
         return self.keep or self._pool is None or self._pool.join()

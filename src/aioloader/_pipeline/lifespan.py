@@ -1,8 +1,8 @@
-"""A dataset's resources where it is read: entered first, left at the end.
+"""The context manager of a dataset's resources, entered where samples are read.
 
-The loader never enters or exits the dataset itself. ``lifespan=`` returns the context
-manager to enter instead, once in each place where samples are read. It is left without
-an exception, however the iteration ends, so code after a bare ``yield`` runs.
+The user's ``lifespan=`` returns it; the loader never enters the dataset itself. It is
+left without an exception, however the iteration ends, so that code after a bare
+``yield`` runs.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ _ADVICE = (
 
 
 class Lifespan:
-    """The context manager of a dataset in one place; it may be entered repeatedly."""
+    """A dataset's context manager in one thread or loop; may be entered repeatedly."""
 
     def __init__(self, dataset: Any, make: MakeLifespan | None = None) -> None:
         self._dataset = dataset
@@ -45,11 +45,7 @@ class Lifespan:
         self._loop_stack = contextlib.AsyncExitStack()
 
     def enter(self) -> None:
-        """Enter in this thread, which has no event loop for samples.
-
-        Raises:
-            TypeError: If ``lifespan`` returns something that cannot be entered here.
-        """
+        """Enter a plain context manager in this thread, which has no event loop."""
         if self._make is None:
             return
         try:
@@ -58,18 +54,14 @@ class Lifespan:
             raise _noted(error, "entering")  # noqa: B904  (it keeps its cause)
 
     def leave(self) -> None:
-        """Leave what ``enter`` entered, in the same thread."""
+        """Undo ``enter``, in the same thread."""
         try:
             self._stack.close()
         except BaseException as error:
             raise _noted(error, "leaving")  # noqa: B904  (it keeps its cause)
 
     async def enter_async(self, thread: Executor) -> None:
-        """Enter on this loop; a plain manager in ``thread``, if plain code reads there.
-
-        Raises:
-            TypeError: If ``lifespan`` returns no context manager.
-        """
+        """Enter on this loop, or a plain manager in ``thread`` if plain code reads."""
         make = self._make
         manager: Any = None
         try:
@@ -78,7 +70,7 @@ class Lifespan:
             if make is not None and reads_on_loop(self._dataset):
                 manager = self._made(make)
             elif make is not None:
-                # Left after an entry that was cancelled and runs on; in one context.
+                # First: the thread completes a cancelled entry. Both in one context.
                 run = context_elsewhere().run
                 call = partial(in_thread, run, executor=thread, abandon_on_cancel=True)
                 self._loop_stack.push_async_callback(call, self._stack.close)
@@ -93,7 +85,7 @@ class Lifespan:
             raise _noted(error, "entering")  # noqa: B904  (it keeps its cause)
 
     async def leave_async(self) -> None:
-        """Leave what ``enter_async`` entered, where it was entered."""
+        """Undo ``enter_async``, on the same loop and in the same thread."""
         try:
             await self._loop_stack.aclose()
         except BaseException as error:
@@ -137,10 +129,9 @@ def check_lifespan(make: Any, dataset: Any, transform: Any, collate_fn: Any) -> 
         TypeError: If it is not a function that returns a context manager.
         ValueError: If it returns an async one, and everything else is plain.
     """
-    is_made = isinstance(
-        make, (contextlib.ContextDecorator, contextlib.AsyncContextDecorator)
-    )
-    if is_made or not callable(make):
+    # A context manager made by contextlib is callable, too: it is a decorator.
+    decorators = contextlib.ContextDecorator, contextlib.AsyncContextDecorator
+    if isinstance(make, decorators) or not callable(make):
         raise TypeError(
             "lifespan must be a function that returns a context manager for the "
             f"dataset, got {type(make).__name__!r}"
@@ -172,6 +163,6 @@ def reads_on_loop(dataset: Any) -> bool:
     return kind_of(dataset) is Kind.ASYNC_ITERABLE or reads_async(dataset)
 
 
-def _noted(error: BaseException, what: str) -> BaseException:
+def _noted(error: BaseException, action: str) -> BaseException:
     """Return the error to raise for ``error`` of the user's code, with a note."""
-    return noted(raisable(error, "lifespan"), f"in stage 'lifespan', {what} it")
+    return noted(raisable(error, "lifespan"), f"in stage 'lifespan', {action} it")

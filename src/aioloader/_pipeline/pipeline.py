@@ -1,7 +1,7 @@
-"""One iteration on its runner: takes requests, makes batches, closes.
+"""The pipeline of one iteration: takes requests and makes batches on its runner.
 
-Coroutines are awaited on the runner's loop; plain code runs in the runner's thread;
-worker pools make whole batches, or transform and collate samples that were read here.
+Coroutines are awaited on the runner's loop, and plain code runs in its thread. Worker
+pools make whole batches, or transform and collate samples that were read here.
 """
 
 import abc
@@ -27,12 +27,12 @@ from aioloader._base.waiting import (
     running_loop,
 )
 from aioloader._order.epoch import BEGINNING, UNDER_WAY, EpochPosition
-from aioloader._pipeline.awaiting import SideLoop
+from aioloader._pipeline.awaiting import SideLoop, iterator_closed
 from aioloader._pipeline.batch_maker import BatchMaker
 from aioloader._pipeline.batch_task import BatchResult, BatchTask
 from aioloader._pipeline.fetchers import RESERVE, FetcherPool, Tune
 from aioloader._pipeline.ready import ReadyQueue
-from aioloader._pipeline.runner import Runner
+from aioloader._pipeline.runner import Runner, loop_ended
 from aioloader._pipeline.stream import StreamBatcher
 from aioloader.errors import LoaderClosedError
 from aioloader.protocols import Kind
@@ -42,34 +42,32 @@ if TYPE_CHECKING:
 
     from aioloader._pipeline.tuner import Tuner
 
-# Batches made within this many seconds are delivered together; at most so many of
-# them, and of the first ones, whose pace is that of an earlier epoch.
-HOP = 0.002
-_MOST_PER_RUN, _FIRST_RUN = 256, 16
-# How long coroutines read only the first batch, unless the consumer asks for more:
+# Batches made within this many seconds are one run, and are delivered together; a run
+# has at most so many, and fewer while only an earlier epoch's pace is known.
+RUN_SECONDS = 0.002
+_MAX_PER_RUN, _MAX_FIRST_RUN = 256, 16
+# How long coroutines read only the first batch, unless the consumer requests more:
 # seconds, then turns of the loop, which are long when it is busy. An iteration may end
 # with its first batch, as in a server that makes one loader per request.
 _HEAD_START = 0.001
-_TURNS = 8
+_HEAD_START_TURNS = 8
 # After how many seconds the loop's lag is measured: shorter iterations show none.
-_UNWATCHED = 0.02
-_CLOSED = "the iterator was closed; make a new one"
-_LOOP_ENDED = "the event loop of the loader has ended; iterate again"
+_WATCH_AFTER = 0.02
 
 
 class Pool(abc.ABC):
     """Workers that make batches, or transform and collate samples read here."""
 
-    reads: bool  # whether workers read the samples too
-    pumps: bool = False  # whether the consumer itself collects results while it waits
-    has_copies: bool = False  # whether workers have datasets with states of their own
+    reads: bool  # whether workers read the samples, too
+    has_result_reader: bool = False  # whether it is a ``ResultReader``
+    has_copies: bool = False  # whether each worker has a copy of a stateful dataset
 
     def open(self, pipeline: "Pipeline") -> None:  # noqa: B027  (a default)
-        """Start for ``pipeline``, or fail it; may take long. Idempotent."""
+        """Start workers, or fail ``pipeline``; may take long. Idempotent."""
 
     @abc.abstractmethod
     def submit(self, pipeline: "Pipeline", task: BatchTask) -> None:
-        """Take a task; calls ``pipeline.deliver`` with its result."""
+        """Take a task; its result is passed to ``pipeline.deliver``."""
 
     @abc.abstractmethod
     def forget(self, pipeline: "Pipeline") -> None:
@@ -84,7 +82,7 @@ class Pool(abc.ABC):
         return False
 
     def join(self) -> bool:
-        """Wait, bounded, for the workers to end; return whether they have."""
+        """Wait, with a timeout, for the workers to end; return whether they have."""
         return True
 
 
@@ -97,34 +95,27 @@ class Pipeline:
     """
 
     maker: BatchMaker
-    runner: Runner  # where it runs; the pipeline owns one lease from the start
+    runner: Runner  # the pipeline owns one lease on it from the start
     _: KW_ONLY
-    # Where the consumer takes results from; in a worker, ``sink`` gets them.
+    # The consumer's results; in a worker, ``sink`` gets them.
     ready: ReadyQueue = field(default_factory=partial(ReadyQueue, in_order=False))
     bookmark: EpochPosition = BEGINNING  # where the epoch is resumed
-    # The workers that make batches, or transform and collate what was read here; None
-    # if all of that is done here.
     pool: Pool | None = None
     sink: Callable[[BatchTask, BatchResult], None] | None = None
-    head_start: bool = False  # the first batch is read a moment before the others
-    # Changes the maker's ``concurrency`` if the loader chooses it.
+    head_start: bool = False  # whether the first batch is read before the others
     tuner: "Tuner | None" = None
-    pace: Pace = field(default_factory=Pace)  # how quickly batches were made before
-    # Where the listing of shards and the loop's lag are noted, if at all.
+    pace: Pace = field(default_factory=Pace)  # of batches in earlier epochs
+    # Records the time to list shards, and the loop's lag.
     counters: Counters | None = None
 
     def __post_init__(self) -> None:
-        maker, runner, pool, bookmark = (
-            self.maker,
-            self.runner,
-            self.pool,
-            self.bookmark,
-        )
+        maker, runner, pool = self.maker, self.runner, self.pool
         if runner.loop is not None:
             maker.side_loop = SideLoop(runner.loop)
-        # A worker's pipelines have one maker: the next one replaces its loop.
+        # A worker's pipelines share the maker, whose loop the next one replaces.
         self._side_loop: SideLoop = maker.side_loop
-        self.stage: Any = None  # what then moves batches to the device: a ``Staged``
+        self.stage: Any = None  # moves batches to the device: a ``Staged``
+        # Requested batches without a result, by id, and when they were requested.
         self.under_way: dict[int, tuple[BatchTask, float]] = {}
         self.ended: Latch = Latch()
         self.exit_error: BaseException | None = None
@@ -133,8 +124,8 @@ class Pipeline:
         self._keeps_state = maker.keeps_state and not has_copies
         if self.tuner is not None:
             self.tuner.ready = self.ready
-        # How many batches are made in one turn, if they come quickly.
-        self.run_size, self._most_per_run = 0, _FIRST_RUN
+        # Batches of a run; 0: they come slowly.
+        self.run_size, self._max_per_run = 0, _MAX_FIRST_RUN
         if self.pace.seconds:
             self.note_pace(0.0, 0)
         self.is_closing: bool = False
@@ -142,15 +133,15 @@ class Pipeline:
         self._no_more_pauses = Latch()
         self._closing = asyncio.Event()
         self._fetchers: FetcherPool | None = None
-        # On their way to the loop, and whether a call that takes them is scheduled.
+        # Posted to the loop, and whether a call that takes them is scheduled.
         self._arriving: deque[BatchTask] = deque()
         self._is_called = False
-        # On their way to the thread, and whether a job that makes them is posted.
+        # Posted to the thread, and whether a job that makes them is scheduled.
         self._to_make: deque[BatchTask] = deque()
         self._is_posted = False
         self._has_head_start = self.head_start and self.reads_here and maker.reads_async
         self._timer: asyncio.Handle | None = None  # of the head start
-        self._to_pull: deque[BatchTask] = deque()  # of an async stream
+        self._to_pull: deque[BatchTask] = deque()  # from an async stream
         self._has_pulls: asyncio.Event = asyncio.Event()
         self._will_announce = False
         self._stream: StreamBatcher | None = None
@@ -158,9 +149,9 @@ class Pipeline:
         # Plain code sees the context variables of its consumer.
         self.context: contextvars.Context = context_elsewhere()
         self.context.run(UNDER_WAY.set, maker)
-        resume = bookmark.states.get(0)
+        resume = self.bookmark.states.get(0)
         if maker.kind is Kind.ITERABLE:
-            self._stream = StreamBatcher(maker, resume=resume, keys=maker.seeds())
+            self._stream = StreamBatcher(maker, resume=resume, keys=maker.reader_keys())
         elif maker.kind is Kind.ASYNC_ITERABLE and self.reads_here:
             self._async_stream = StreamBatcher(maker, resume=resume)
         runner.admit(self)
@@ -168,7 +159,7 @@ class Pipeline:
     # -- for the consumer ---------------------------------------------------------
 
     def open(self) -> None:
-        """Prepare for the first request; may take long."""
+        """Start the workers, if there are any; may take long. Idempotent."""
         pool = self.pool  # another thread may close this, and drop it
         if pool is not None:
             pool.open(self)
@@ -183,22 +174,22 @@ class Pipeline:
         pool = self.pool
         if pool is not None and pool.reads:
             for task in tasks:
-                self._into_pool(pool, task)
+                self._submit_to_pool(pool, task)
         elif self.maker.is_plain:
-            self._in_thread(*tasks)
+            self._post(*tasks)
         else:
             self._arriving.extend(tasks)
             if self._fetchers is not None and running_loop() is self.runner.loop:
-                self._arrive()
+                self._start_arrived()
             elif not self._is_called:  # one call serves all tasks until it runs
                 self._is_called = True
                 assert self.runner.loop is not None
-                if not call_threadsafe(self.runner.loop, self._arrive):
+                if not call_threadsafe(self.runner.loop, self._start_arrived):
                     text = "the event loop of the loader is closed; iterate again"
                     self.fail(LoaderClosedError(text))
 
     def read_ahead(self) -> None:
-        """Read past the first batch: the consumer has asked for more."""
+        """End the head start of the first batch: the consumer requests the second."""
         if self._timer is not None and self.runner.loop is not None:
             call_threadsafe(self.runner.loop, self._end_head_start)
 
@@ -215,10 +206,9 @@ class Pipeline:
             self._is_dismissed = True  # last: an interrupt may come before
 
     def abandon(self) -> None:
-        """Start ending, and drop the workers: nobody will wait for them.
+        """Start ending, and drop the workers, which are not waited for.
 
-        Frames of a traceback may hold this pipeline for long, but must not hold its
-        workers.
+        Frames of a traceback may hold this pipeline, but must not hold its workers.
         """
         self._is_abandoned = True
         self.dismiss()
@@ -226,17 +216,17 @@ class Pipeline:
     # -- for the runner -------------------------------------------------------------
 
     async def main(self) -> None:
-        """Host the fetchers and the reader of a stream, until dismissed."""
+        """Run the fetchers and the reader of a stream, until dismissed."""
         counters, loop = self.counters, asyncio.get_running_loop()
-        COUNTERS.set(counters)  # the tasks of the fetchers have this context
+        COUNTERS.set(counters)  # fetchers copy this context
         try:
             tune = None if self.tuner is None else self._tune(self.tuner)
             fetchers = FetcherPool(self.maker.concurrency, tune)
             with contextlib.ExitStack() as watching:
                 if counters is not None:
                     counters.alone = fetchers.alone
-                    begun = time.monotonic(), watching
-                    timer = loop.call_later(_UNWATCHED, self._watch, *begun)
+                    args = time.monotonic(), watching
+                    timer = loop.call_later(_WATCH_AFTER, self._watch_loop, *args)
                     watching.callback(timer.cancel)
                 try:
                     self._fetchers = fetchers
@@ -245,7 +235,7 @@ class Pipeline:
                         fetchers.spawn(reader, "aioloader stream")
                     if self._has_head_start:
                         fetchers.reserve = 0
-                    self._arrive()
+                    self._start_arrived()
                     await self._closing.wait()
                 finally:
                     self._fetchers = None
@@ -253,20 +243,20 @@ class Pipeline:
                     self._arriving.clear()
                     await fetchers.aclose()
         except BaseException as error:  # raised by the iterator's close or next step
-            self._break(error)
+            self._report(error)
         finally:
-            # Its loop may have ended before its iterator.
-            self.release_workers(LoaderClosedError(_CLOSED))
+            # The loop may have ended before the iterator.
+            self.release_workers(iterator_closed())
             if self._stream is not None:
                 self.runner.cpu.post(self._close_stream)
 
     def most_concurrency(self) -> int:
-        """Return how many samples may be read at a time."""
+        """Return how many samples may be read at a time, also after tuning."""
         tuned = None if self.tuner is None else self.tuner.concurrency
         return self.maker.concurrency if tuned is None else tuned.most
 
     def _tune(self, tuner: "Tuner") -> Tune | None:
-        """Return what chooses how many reads may be in flight, or None."""
+        """Return the fetchers' ``tune``; None if ``concurrency`` is fixed."""
         if tuner.concurrency is None:
             return None
         note_read, maker = tuner.note_read, self.maker
@@ -274,8 +264,8 @@ class Pipeline:
             began, failures=maker.failed_reads, is_busy=is_busy
         )
 
-    def _watch(self, since: float, watching: contextlib.ExitStack) -> None:
-        """Measure the loop's lag since then."""
+    def _watch_loop(self, since: float, watching: contextlib.ExitStack) -> None:
+        """Measure the loop's lag from ``since`` until ``watching`` is closed."""
         from aioloader._pipeline.loop_watch import watch_of
 
         assert self.counters is not None
@@ -284,8 +274,8 @@ class Pipeline:
         self.counters.lag = partial(watch.lag, watch.counts)
         watching.enter_context(watch.reading(since, self.counters))
 
-    def _break(self, error: BaseException) -> None:
-        """Hand an error to the consumer: of its close, or else of its next step."""
+    def _report(self, error: BaseException) -> None:
+        """Raise an error in the consumer's close, or else in its next step."""
         if ends_task(error):
             raise error
         if self.is_closing:
@@ -294,10 +284,7 @@ class Pipeline:
             self.fail(error)
 
     def end(self) -> None:
-        """Release everything this pipeline holds; runs on the runner's thread.
-
-        ``main`` ends if it was started.
-        """
+        """Release all that this holds, in the runner's thread, and end ``main``."""
         self._closing.set()
         self._arriving.clear()
         pool = self.pool
@@ -309,14 +296,14 @@ class Pipeline:
                 except BaseException as error:  # raised where it is closed
                     self.exit_error = error
             self._close_stream()
-            self.fail(LoaderClosedError(_CLOSED))
+            self.fail(iterator_closed())
 
     def release_workers(self, error: LoaderClosedError | None = None) -> None:
-        """Release what this pipeline holds elsewhere; its loop has stopped."""
+        """Release the workers and end every wait; ``main`` has ended or cannot run."""
         self.is_closing = True
         self._release_pool()
         self._side_loop.close()
-        self.fail(error or LoaderClosedError(_LOOP_ENDED))
+        self.fail(error or loop_ended())
 
     def _release_pool(self) -> None:
         self._no_more_pauses.set()
@@ -327,12 +314,12 @@ class Pipeline:
             self.drop_pool()
 
     def drop_pool(self) -> None:
-        """Drop the reference to workers that have ended or that nobody will join."""
+        """Drop the reference to workers that have ended or will not be joined."""
         self.pool = None
         self.ready.result_reader = None
 
     def join(self) -> bool:
-        """Wait, bounded, until the stage and the pool's workers have ended."""
+        """Wait, with a timeout, until the stage and the pool's workers have ended."""
         parts = self.ready, self.stage, self.pool
         return False not in [part.join() for part in parts if part is not None]
 
@@ -348,10 +335,10 @@ class Pipeline:
                 self.deliver(task, BatchResult(error=error))
         self.under_way.clear()
 
-    # -- in the runner's thread, and in workers ---------------------------------------
+    # -- in the runner's thread, and in workers -----------------------------------
 
     def make(self, task: BatchTask) -> BatchResult:
-        """Make the rest of a batch in this thread; return errors."""
+        """Make a batch, or the rest of it, in this thread; return errors."""
         return self.maker.make(task, None if self.reads_here else self._read)
 
     def _read(self, task: BatchTask) -> None:
@@ -360,35 +347,35 @@ class Pipeline:
         else:
             self.maker.read(task, self.pause)
 
-    def _in_thread(self, *tasks: BatchTask) -> None:
-        """Continue batches in the thread."""
+    def _post(self, *tasks: BatchTask) -> None:
+        """Have batches made in the thread."""
         self._to_make.extend(tasks)
         if not self._is_posted:  # one job serves all batches until it runs
             self._is_posted = True
             self.runner.cpu.post(partial(self.context.run, self._make_run))
 
     def _make_run(self) -> None:
-        """Make a run of batches, and announce them; other loaders get turns."""
+        """Make a run of batches, and announce them; post the rest for another run."""
         self._is_posted = False
         began, seconds, count = time.perf_counter(), 0.0, 0
         try:
-            while seconds < HOP and self._may_make():
-                self._work(self._to_make.popleft())
+            while seconds < RUN_SECONDS and self._may_make():
+                self._make_batch(self._to_make.popleft())
                 seconds, count = time.perf_counter() - began, count + 1
         finally:
             if self._may_make():
-                self._in_thread()
+                self._post()
             if self.reads_here and self.maker.is_plain:
                 self.note_pace(seconds, count)
             self.ready.announce()
 
     def _may_make(self) -> bool:
-        # The runner is closing too if its lifespan could not be entered.
+        # The runner alone is closing if its lifespan could not be entered.
         is_closing = self.is_closing or self.runner.is_closing
         return bool(self._to_make) and not is_closing
 
-    def _work(self, task: BatchTask) -> None:
-        """Read a batch, unless the loop did, and make it if no pool does."""
+    def _make_batch(self, task: BatchTask) -> None:
+        """Read a batch, unless the loop has, and make it, unless a pool does."""
         maker, pool = self.maker, self.pool
         read = self._read if self.reads_here and maker.is_plain else None
         if pool is None:
@@ -398,38 +385,34 @@ class Pipeline:
         if result is not None:
             self.deliver(task, result, wakes=False)
         elif pool is not None:
-            self._into_pool(pool, task)
+            self._submit_to_pool(pool, task)
 
     def note_pace(self, seconds: float, count: int) -> None:
-        """Note how long so many batches took; the size of a run depends on it."""
+        """Adapt the size of a run to ``seconds`` for ``count`` batches."""
         if count:
             before, now = self.pace.seconds, seconds / count
             is_less = now < before or not before  # a busy machine delays some
             self.pace.seconds = now if is_less else before + (now - before) / 8
-            self._most_per_run = _MOST_PER_RUN
+            self._max_per_run = _MAX_PER_RUN
         seconds = self.pace.seconds
-        self.ready.is_quick = 0 < seconds < HOP
-        is_quick, most = self.ready.is_quick, self._most_per_run
-        self.run_size = min(most, int(HOP / seconds)) if is_quick else 0
+        self.ready.is_quick = 0 < seconds < RUN_SECONDS
+        is_quick, most = self.ready.is_quick, self._max_per_run
+        self.run_size = min(most, int(RUN_SECONDS / seconds)) if is_quick else 0
 
     async def _call(self, job: Callable[[], Any]) -> Any:
         """Run plain code of a batch in the thread; return what it returns."""
 
         def work() -> Any:
             if self.is_closing:
-                raise LoaderClosedError(_CLOSED)
+                raise iterator_closed()
             return self.context.run(job)
 
         return await in_thread(work, executor=self.runner.cpu, abandon_on_cancel=True)
 
     def pause(self, seconds: float) -> None:
-        """Sleep in a thread between attempts.
-
-        Raises:
-            LoaderClosedError: If the pipeline closes meanwhile.
-        """
+        """Sleep in a thread between attempts; raise an error if this is closed."""
         if self._no_more_pauses.wait(seconds):
-            raise LoaderClosedError(_CLOSED)
+            raise iterator_closed()
 
     def _close_stream(self) -> None:
         try:
@@ -438,10 +421,10 @@ class Pipeline:
         except BaseException as error:  # raised where it is closed
             self.runner.exit_error = error
 
-    # -- on the loop ------------------------------------------------------------------
+    # -- on the loop --------------------------------------------------------------
 
-    def _arrive(self) -> None:
-        """Start what has arrived: only the first batch while it has a head start."""
+    def _start_arrived(self) -> None:
+        """Start posted batches; only the first one while it has a head start."""
         self._is_called = False
         while self._arriving and self._async_stream is not None:
             self._to_pull.append(self._arriving.popleft())
@@ -452,11 +435,11 @@ class Pipeline:
             task = self._arriving.popleft()
             self._fetchers.spawn(self._amake(task, self._fetchers), "aioloader batch")
             if self._has_head_start:
-                later = asyncio.get_running_loop().call_later
-                self._timer = later(_HEAD_START, self._end_head_start, _TURNS)
+                later = partial(asyncio.get_running_loop().call_later, _HEAD_START)
+                self._timer = later(self._end_head_start, _HEAD_START_TURNS)
 
     def _end_head_start(self, turns: int = 0) -> None:
-        """Start what else has arrived, after so many turns of the loop."""
+        """Start the other posted batches, after ``turns`` of the loop."""
         timer, self._timer = self._timer, None  # it refers to this pipeline
         if turns:
             soon = asyncio.get_running_loop().call_soon
@@ -467,34 +450,35 @@ class Pipeline:
         self._has_head_start = False
         if self._fetchers is not None:
             self._fetchers.reserve = RESERVE
-        self._arrive()
+        self._start_arrived()
 
     async def _amake(self, task: BatchTask, fetchers: FetcherPool) -> None:
         read = self._read if self.reads_here and self._async_stream is None else None
-        self._go_on(task, await self.maker.amake(task, fetchers, self._call, read))
+        result = await self.maker.amake(task, fetchers, self._call, read)
+        self._finish_batch(task, result)
 
-    def _go_on(
+    def _finish_batch(
         self, task: BatchTask, result: BatchResult | None, *, wakes: bool = True
     ) -> None:
-        """Deliver a batch, or have the rest of it made in plain code."""
+        """Deliver a result; None: have the rest of the batch made by plain code."""
         if result is not None:
             self.deliver(task, result, wakes=wakes)
         elif self.is_closing:
             pass
         elif (pool := self.pool) is not None:
-            self._into_pool(pool, task)
+            self._submit_to_pool(pool, task)
         elif self.maker.is_quick(task):
-            if torch.is_inference_mode_enabled():  # a task of the caller's loop
+            if torch.is_inference_mode_enabled():  # by a task of the caller's loop
                 with torch.inference_mode(mode=False):
                     result = self.maker.make(task, seeded=False)
             else:
                 result = self.maker.make(task, seeded=False)
             self.deliver(task, result, wakes=wakes)
         else:
-            self._in_thread(task)
+            self._post(task)
 
     async def _read_stream(self, stream: StreamBatcher, fetchers: FetcherPool) -> None:
-        """Open a stream, read it for one request after the other, and close it."""
+        """Open a stream, read it for each request in turn, and close it."""
         reader = asyncio.current_task()
         assert reader is not None
         is_plain = not (self.maker.transforms_async or self.maker.collates_async)
@@ -508,10 +492,10 @@ class Pipeline:
                         await self._pull_run(
                             stream, fetchers, reader, is_plain=is_plain
                         )
-                while reader.cancelling():  # it may await as it closes
+                while reader.cancelling():  # so that the stream may await as it closes
                     reader.uncancel()
-        except BaseException as error:  # of closing it
-            self._break(error)
+        except BaseException as error:  # of closing the stream
+            self._report(error)
         finally:
             del reader  # its CancelledError refers to this frame
 
@@ -523,7 +507,7 @@ class Pipeline:
         *,
         is_plain: bool,
     ) -> None:
-        """Pull the batches that were requested; announce them when it waits."""
+        """Pull all requested batches; announce them in runs, and before a wait."""
         began, count, taken = time.perf_counter(), 0, deque[BatchTask]()
         while (taken or self._to_pull) and not reader.cancelling():
             taken = taken or stream.take(self._to_pull)
@@ -533,11 +517,11 @@ class Pipeline:
                 task = self._to_pull.popleft()
                 await self._pull(stream, task, len(self._to_pull))
             if is_plain or task.result is not None:
-                self._go_on(task, task.result, wakes=False)
+                self._finish_batch(task, task.result, wakes=False)
             else:
                 fetchers.spawn(self._amake(task, fetchers), "aioloader batch")
             now, count = time.perf_counter(), count + 1
-            if now - began > HOP:
+            if now - began > RUN_SECONDS:
                 self.note_pace(now - began, count)
                 self.ready.announce()
                 await asyncio.sleep(0)
@@ -551,7 +535,7 @@ class Pipeline:
         self.ready.announce()
 
     async def _pull(self, stream: StreamBatcher, task: BatchTask, waiting: int) -> None:
-        if not self._will_announce:  # what is there, as soon as the reader waits
+        if not self._will_announce:  # as soon as this task waits
             self._will_announce = True
             asyncio.get_running_loop().call_soon(self._announce)
         try:
@@ -561,9 +545,9 @@ class Pipeline:
                 raise
             task.result = BatchResult(error=error)
 
-    # -- results --------------------------------------------------------------------
+    # -- results ------------------------------------------------------------------
 
-    def _into_pool(self, pool: Pool, task: BatchTask) -> None:
+    def _submit_to_pool(self, pool: Pool, task: BatchTask) -> None:
         task.stage = "pool"
         try:
             pool.submit(self, task)
@@ -582,7 +566,7 @@ class Pipeline:
                 result.made = task.made()
             result.size = len(task.indices) - task.missing
             if self._keeps_state:
-                result = self.maker.leave(task, result)
+                result = self.maker.add_state(task, result)
             if self.sink is None:
                 self.ready.put(task.number, result, wakes=wakes)
             else:
@@ -591,7 +575,7 @@ class Pipeline:
     def receive(
         self, task: BatchTask, result: BatchResult, failures: Sequence[Failure] = ()
     ) -> None:
-        """Take the pool's result of ``task``, and its failures."""
+        """Deliver a pool's result of ``task``, with the failures of its samples."""
         is_counted = self.reads_here or result.is_end
         result.attempted = 0 if is_counted else result.attempted + len(task.indices)
         result.failures = failures
@@ -600,7 +584,7 @@ class Pipeline:
         self.deliver(task, result)
 
     def count(self, result: BatchResult) -> None:
-        """Count a worker's attempts and failures, in order of delivery."""
+        """Count a worker's attempts and failures by the policy, when delivered."""
         policy = self.maker.policy
         policy.begin(result.attempted)
         try:

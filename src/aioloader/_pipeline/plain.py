@@ -1,7 +1,7 @@
-"""Feeds, from which an iterator takes its batches; and torch's loop, the plainest one.
+"""The base class of feeds, from which iterators take batches, and the plainest feed.
 
-A ``PlainFeed`` makes a batch of a map-style dataset when it is asked for one, in the
-calling thread; ``inline`` has the others that do so, ``ahead_feed`` reads ahead.
+``PlainFeed`` makes batches of a map-style dataset on demand, in the calling thread, as
+torch does. ``inline`` has more feeds without a pipeline; ``ahead_feed`` reads ahead.
 """
 
 import abc
@@ -31,7 +31,7 @@ from aioloader._collate.collate import collated
 from aioloader._order.epoch import UNDER_WAY, Epoch
 from aioloader._order.indices import IndexBatch
 from aioloader._pipeline.awaiting import SideLoop, refuse_coroutines
-from aioloader._pipeline.batch_task import place_of
+from aioloader._pipeline.batch_task import stage_note
 from aioloader._transport.slots import SlotPool
 from aioloader.errors import LoaderClosedError
 
@@ -41,12 +41,13 @@ if TYPE_CHECKING:
 
 INTERRUPTS = KeyboardInterrupt, SystemExit
 NOTHING: Final = object()
-# Seconds after which a task that never waits gives the other tasks of its loop a turn.
-TURN = 0.001
+"""Returned instead of a batch: none is ready."""
+# Seconds after which a task that never waits yields to the other tasks of its loop.
+YIELD_AFTER = 0.001
 
 
 class Feed(abc.ABC):
-    """Draws the requests of an epoch, and delivers and counts their batches."""
+    """Draws the requests of an epoch from its sampler; delivers and counts batches."""
 
     _as_lists: bool = True  # whether requests have lists of indices
 
@@ -54,22 +55,24 @@ class Feed(abc.ABC):
         self.counters: Counters = epoch.counters
         self.is_finished: bool = False  # there are no more batches
         self._drawn = 0.0  # seconds of drawing since a batch was last delivered
-        self._was_interrupted = False  # before the end: later steps raise
+        self._was_interrupted = False  # later steps raise
         self.epoch = epoch
         self._records = epoch.counters.records
         self._progress = epoch.progress
         self._requests: Iterator[IndexBatch] = epoch.requests(as_lists=self._as_lists)
         self._lock = fork_safe(threading.RLock())
         self._next = epoch.start.done  # the number of the next request
-        self._turn = 0.0  # when other tasks of the consumer's loop last had a turn
-        self._drawing: Future[list[IndexBatch]] | None = None  # what a thread draws
+        self._yielded = 0.0  # when the consumer's task last yielded to other tasks
+        self._drawing: Future[list[IndexBatch]] | None = None  # a request, in a thread
         # Of streams: batches that are not delivered again, the order of their readers.
         self._dropped: frozenset[int] = epoch.dropped
         self._turns: ReaderTurns | None = epoch.turns
 
     def poll(self) -> Any:
-        """Return the next batch, if there is nothing to wait for; else ``NOTHING``."""
-        waits = perf_counter() - self._turn > TURN or self._drawing is not None
+        """Return the next batch, or ``NOTHING`` if the task must wait or yield."""
+        waits = (
+            perf_counter() - self._yielded > YIELD_AFTER or self._drawing is not None
+        )
         if not (waits or self.epoch.draws_slowly(self._next)):
             with contextlib.suppress(StopIteration), self._lock:
                 return self.next()
@@ -82,11 +85,11 @@ class Feed(abc.ABC):
     async def next_async(self) -> Any:
         """Do as ``next``; yield to other tasks about every millisecond.
 
-        What takes long to draw is drawn in a thread, and kept if the step is cancelled.
+        A long permutation is drawn in a thread, and kept if the step is cancelled.
         """
-        if perf_counter() - self._turn > TURN:
+        if perf_counter() - self._yielded > YIELD_AFTER:
             await asyncio.sleep(0)
-            self._turn = perf_counter()
+            self._yielded = perf_counter()
         is_free = not (self.is_finished or self._drawing)
         if is_free and self.epoch.draws_slowly(self._next):
             thread = ThreadPoolExecutor(1, "aioloader-once")
@@ -97,15 +100,15 @@ class Feed(abc.ABC):
             if not self._drawing.done():
                 await asyncio.wait([asyncio.wrap_future(self._drawing)])
             self._drawing = None
-        # Another task may take a batch during each wait; no await follows.
+        # No await from here on: another task could take the batch.
         try:
-            with self._lock:  # there may be a loop in another thread
+            with self._lock:  # a loop in another thread may iterate, too
                 return self.next()
         except StopIteration:
             raise StopAsyncIteration from None
 
     def open(self, *, requests: bool = True) -> None:  # noqa: B027  (a default)
-        """Start workers, and issue the first ``requests``, before any is wanted."""
+        """Start workers, and issue the first ``requests``, before the first step."""
 
     def _draw(self) -> IndexBatch:
         """Return the next request; close after the last one or a sampler's error."""
@@ -128,7 +131,7 @@ class Feed(abc.ABC):
             raise LoaderClosedError(text) from None
 
     def _deliver(self, batch: Any, state: Any, record: RecordTuple) -> None:
-        """Count a batch and record it; note that it was delivered."""
+        """Count and record a batch, and advance the progress."""
         number = record[0]
         self.counters.batches += 1
         if is_clocked(number):
@@ -136,14 +139,10 @@ class Feed(abc.ABC):
         self._records.append(record)
         self._progress.take(number, state)  # last: an interrupt would lose the batch
 
-    def _note(
+    def _accept(
         self, number: int, result: "BatchResult", asked: float, taken: float
     ) -> bool:
-        """Note the result of a request; return whether it is a batch to hand over.
-
-        Raises:
-            BaseException: The error that came instead of a batch.
-        """
+        """Process a request's result: return whether it is a batch; raise its error."""
         progress, state, error = self._progress, result.state, result.error
         is_wanted = number not in self._dropped
         if result.dataset is not None:
@@ -173,16 +172,16 @@ class Feed(abc.ABC):
         """Start ending; ``close`` and ``aclose`` wait for it."""
 
     def close(self) -> None:
-        """Release what the iteration holds, and wait for it."""
+        """End the iteration, and wait until everything is released."""
         self._requests, self.is_finished = iter(()), True
         self._was_interrupted = False
 
     async def aclose(self) -> None:
-        """Release what the iteration holds, without blocking the loop."""
+        """Do as ``close``, without blocking the loop."""
         self.close()
 
     def abandon(self) -> None:
-        """Release what the iteration holds; nobody waits for it."""
+        """End the iteration of a dropped iterator, without waiting."""
         self.close()
 
 
@@ -197,8 +196,8 @@ def _after(
 class PlainFeed(Feed):
     """Read and collate in the caller's thread, one batch at a time, as torch does.
 
-    Big batches are written into ``slots``. If plain code returns awaitables, up to
-    ``concurrency`` of a batch are awaited at once.
+    Big batches are written into ``slots``. Awaitables that plain code returns are
+    awaited, up to ``concurrency`` of a batch at once.
     """
 
     def __init__(
@@ -218,13 +217,13 @@ class PlainFeed(Feed):
         self._slots = slots
         self._concurrency = concurrency
         self._side_loop: SideLoop | None = None
-        self._took = 1.0
+        self._last_seconds = 1.0  # of making a batch
 
     def next(self) -> Any:
         asked = perf_counter()
         number, _, indices, _, state = self._draw()
         began, self._next = perf_counter(), number + 1
-        clocks = thread_clocks(number, self._took)
+        clocks = thread_clocks(number, self._last_seconds)
         samples: list[Any] = []
         stage, outer = "fetch", UNDER_WAY.get()
         try:
@@ -246,7 +245,7 @@ class PlainFeed(Feed):
             UNDER_WAY.set(outer)
         cpu, delayed = (0.0, 0.0) if clocks is None else spent(clocks)
         taken = perf_counter()
-        self._took = taken - began
+        self._last_seconds = taken - began
         self.counters.waited += taken - asked
         made = began, read, read, read, taken, 0.0, cpu, delayed
         record = number, asked, taken, 0, len(indices), made, began - asked
@@ -257,25 +256,25 @@ class PlainFeed(Feed):
         self, stage: str, number: int, indices: Any, read: int, error: BaseException
     ) -> BaseException:
         """Return the error to raise, with a note that names its stage and batch."""
-        what = "collate_fn" if stage == "collate" else "the dataset"
-        error, epoch = raisable(error, what), self.epoch.number
-        where = place_of(stage, epoch, number, indices)
-        if stage == "fetch" and read < len(indices):  # else one of several coroutines
+        source = "collate_fn" if stage == "collate" else "the dataset"
+        error, epoch = raisable(error, source), self.epoch.number
+        note = stage_note(stage, epoch, number, indices)
+        if stage == "fetch" and read < len(indices):  # the sample is known
             index = indices[read]
             failure: Any = Failure(stage, epoch, number, read, index, error)  # type: ignore[arg-type]
-            where = failure.describe()
-        return noted(error, where)
+            note = failure.describe()
+        return noted(error, note)
 
     def _awaited(self, samples: list[Any]) -> list[Any]:
-        """Await what a plain ``__getitem__`` has returned, or raise the first error."""
+        """Await the results of a plain ``__getitem__``, or raise the first error."""
         if self._side_loop is None:
             self._side_loop = SideLoop()
-        found = self._side_loop.resolve(samples, self._concurrency)
-        for position, sample in enumerate(found):
+        awaited = self._side_loop.resolve(samples, self._concurrency)
+        for position, sample in enumerate(awaited):
             if type(sample) is FailedSample:
-                del samples[position:]  # the error names the next one
+                del samples[position:]  # for the error's note
                 raise sample.error
-        return found
+        return awaited
 
     def close(self) -> None:
         super().close()

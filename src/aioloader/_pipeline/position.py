@@ -1,8 +1,8 @@
 """The position of a stream: its own state, or how many samples were read from it.
 
 The state follows torchdata's protocol: ``state_dict`` and ``load_state_dict`` of the
-iterator, of the dataset, or of both. A stream without it is read again from its
-beginning, and the delivered samples are dropped.
+iterator, of the dataset, or of both. To resume a stream without a state, the delivered
+samples are read again and dropped.
 """
 
 import copy
@@ -23,123 +23,114 @@ STATES = ("dataset", "iterator")
 
 
 class StateLoads:
-    """What a dataset does with a loaded state; one per dataset and process.
+    """The states loaded into a dataset, to detect one that restarts from them.
 
-    It may start every later epoch from it too, as Hugging Face's do. Then the state
-    after the first sample is the same again, or there is no sample although the dataset
-    was not in that state: its first state is loaded, and the epoch is whole.
+    Hugging Face's datasets start every later epoch from the loaded state, too. Then the
+    state after the first sample is the same as in the resumed epoch, or there is no
+    sample although the dataset was not in that state. Its first state is loaded, so
+    that the epoch is complete. There is one object per dataset and process.
     """
 
-    _first: tuple[Any] | None = None  # before anything was read or loaded
+    _first: tuple[Any] | None = None  # the state before anything was read or loaded
     _loaded: Any = None
-    _is_beside = False  # its own state remained another one
-    _begun: Any = None  # after the first sample of the resumed epoch
-    is_pending = False  # an epoch may start from it by mistake
-    is_early = False  # it was loaded before its epoch is opened
-    # Torch's, while a dataset resumes: the loader's state has put it where it is, and
-    # the dataset's own state may be an earlier one.
+    _is_deferred = False  # the dataset did not report the loaded state after loading
+    _after_first: Any = None  # the state after the first sample of the resumed epoch
+    is_pending = False  # an epoch may start from the loaded state by mistake
+    is_early = False  # the state was loaded before its epoch is opened
+    # Keep torch's RNG state while the dataset resumes; the dataset's saved one may be
+    # older.
     keeps_generator = False
 
-    def begin(self, dataset: Any) -> None:
+    def save_first(self, dataset: Any) -> None:
         if self._first is None:
             self._first = (saved_state(dataset),)
 
     def load(self, dataset: Any, state: Any) -> None:
         dataset.load_state_dict(state)
-        self.is_early = False
-        self._loaded, self._begun, self.is_pending = copy.deepcopy(state), None, True
-        self._is_beside = not _is_same(dataset.state_dict(), state)
+        self.is_early, self.is_pending = False, True
+        self._loaded, self._after_first = copy.deepcopy(state), None
+        self._is_deferred = not _are_equal(dataset.state_dict(), state)
 
     def load_early(self, dataset: Any, position: StreamState) -> None:
-        """Load the state of a dataset between two epochs, before anything is drawn.
+        """Load a dataset's state between two epochs, before random numbers are drawn.
 
-        Not one that is as it was before the first read: a dataset that is its own
-        iterator may take any state as one from mid-epoch.
+        A state from before the first read is not loaded: a dataset that is its own
+        iterator may take any state for one from mid-epoch.
         """
         state = position["iterator" if "is_dataset" in position else "dataset"]
-        self.begin(dataset)
-        if "is_over" in position or not _is_same(dataset.state_dict(), state):
+        self.save_first(dataset)
+        if "is_over" in position or not _are_equal(dataset.state_dict(), state):
             self.load(dataset, copy.deepcopy(state))
         self.is_early = True
 
-    def resumed(self, dataset: Any) -> None:
-        """Note the state after the first sample of an epoch that resumes."""
-        self._begun = copy.deepcopy(dataset.state_dict())
+    def note_resumed(self, dataset: Any) -> None:
+        """Save the state after the first sample of a resumed epoch."""
+        self._after_first = copy.deepcopy(dataset.state_dict())
 
     def correction(self, dataset: Any, *, is_empty: bool) -> StreamState:
-        """Return what must be loaded for an epoch that does not resume, if anything.
+        """Return the states to load for an epoch that wrongly resumed, if it did.
 
-        One sample of the dataset was read, unless it ``is_empty``.
+        Called after the first sample, or at the end if the epoch ``is_empty``.
         """
         assert self._first is not None
         (first,), now, self.is_pending = self._first, dataset.state_dict(), False
-        is_kept = self._begun is not None and _is_same(now, self._begun)
-        moves = self._is_beside or not _is_same(now, self._loaded)
-        is_again = (is_kept and moves) or (is_empty and self._is_beside)
+        is_kept = self._after_first is not None and _are_equal(now, self._after_first)
+        moves = self._is_deferred or not _are_equal(now, self._loaded)
+        is_again = (is_kept and moves) or (is_empty and self._is_deferred)
         return {"dataset": first} if is_again else {}
 
 
-def _is_same(one: Any, other: Any) -> bool:
-    """Compare two states, one of which may come from JSON; unknown: not the same."""
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
-        one, other = ({str(k): v for k, v in part.items()} for part in (one, other))
-        return one.keys() == other.keys() and all(
-            _is_same(part, other[name]) for name, part in one.items()
+def _are_equal(a: Any, b: Any) -> bool:
+    """Compare two states, one of which may come from JSON; False if it is unknown."""
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        a, b = ({str(k): v for k, v in state.items()} for state in (a, b))
+        return a.keys() == b.keys() and all(
+            _are_equal(part, b[name]) for name, part in a.items()
         )
-    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
-        return len(one) == len(other) and all(map(_is_same, one, other))
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return len(a) == len(b) and all(map(_are_equal, a, b))
     try:
-        found = one == other
-        return bool(found.all() if hasattr(found, "all") else found)
+        is_equal = a == b
+        return bool(is_equal.all() if hasattr(is_equal, "all") else is_equal)
     except Exception:  # the user's
         return False
 
 
 class StreamPosition:
-    """The position of one stream that is being read.
-
-    Args:
-        resume: Where to start; None: at the beginning.
-
-    Attributes:
-        read: Samples read so far, by all ranks that read the same stream.
-        to_skip: Samples that must be read and dropped first.
-        again: Where samples are repeated, if they were.
-        has_ended: Whether the stream had ended where it is resumed.
-        is_own: Whether the dataset is one of aioloader's streams.
-        owes: Samples of the epoch before, if this one resumes at its start.
-    """
+    """The position of one stream that is being read; ``resume`` says where to start."""
 
     def __init__(
         self, dataset: Any, resume: StreamState | None, loads: StateLoads
     ) -> None:
         self._dataset = dataset
-        self.is_own = isinstance(dataset, OwnStream)
+        self.is_own = isinstance(dataset, OwnStream)  # one of aioloader's streams
         self._loads = loads
         resume = resume or {}
         is_next = self._is_next = "is_over" in resume
         self._resumes = bool(resume) and not is_next
-        self.owes: int = resume.get("read", 0) if is_next else 0
+        # Samples of the previous epoch, if this one resumes at its start.
+        self.last_epoch: int = resume.get("read", 0) if is_next else 0
         if resume.get("is_over"):
             # Only a state that outlives an epoch applies to the next one.
             name = "iterator" if "is_dataset" in resume else "dataset"
             resume = {"dataset": resume[name]} if name in resume else {}
         self._resume = resume
-        self.read: int = resume.get("read", 0)
-        self.has_ended = bool(resume.get("ended"))
-        self.again: StreamState | None = resume.get("again")
+        self.read: int = resume.get("read", 0)  # samples, by all ranks of this stream
+        self.has_ended = bool(resume.get("ended"))  # where it is resumed
+        self.repeats_from: StreamState | None = resume.get("again")
+        # Samples that must be read and dropped first.
         self.to_skip: int = 0 if self.has_ended else resume.get("skip", 0)
-        # The objects with a state, by "dataset" and "iterator"; known once it is open.
+        # Objects with a state, by "dataset" and "iterator"; known once it is open.
         self._stateful: dict[str, Any] = {}
         # Their latest states, and how many samples were read then.
         self._latest = {k: resume[k] for k in (*STATES, "is_dataset") if k in resume}
-        self._at = self.read - self.to_skip
+        self._read_at_state = self.read - self.to_skip
 
     def load_dataset(self) -> bool:
-        """Load the dataset's state before it is iterated; return whether it did."""
+        """Load the dataset's state before it is iterated; tell whether it did."""
         loads, dataset = self._loads, self._dataset
         if not self.is_own and is_stateful(dataset):
-            loads.begin(dataset)
+            loads.save_first(dataset)
         is_loaded = "is_first" in self._resume
         if self._is_next and loads.is_early:
             is_loaded, loads.is_early = True, False
@@ -150,13 +141,13 @@ class StreamPosition:
         return True
 
     def load_iterator(self, iterator: Any) -> None:
-        """Load the iterator's state; note which objects have one."""
+        """Load the iterator's state; find the objects that have one."""
         if self.is_own and isinstance(iterator, BlockIterator):
             # The dataset loads its state, and the next iterator starts there.
             self._stateful = {"dataset": iterator}
             if self.read:
-                # The state may be of another number of ranks, each of which read more.
-                self.read = self._at = iterator.at
+                # The state may be from another number of ranks, with another count.
+                self.read = self._read_at_state = iterator.at
         else:
             parts = {"iterator": iterator}
             if self._dataset is not iterator:
@@ -165,33 +156,29 @@ class StreamPosition:
         if "iterator" in self._resume:
             iterator.load_state_dict(usable(self._resume["iterator"]))
 
-    def has_parts(self) -> bool:
+    def is_stateful(self) -> bool:
         """Tell whether the dataset or its iterator has a state."""
         return bool(self._stateful)
 
-    def starts_again(self, *, is_empty: bool) -> bool:
-        """Tell whether the dataset must be opened again, from the right state.
-
-        One sample was read, unless it ``is_empty``: the dataset may have started from a
-        state that was loaded for another epoch.
-        """
+    def must_reopen(self, *, is_empty: bool) -> bool:
+        """Tell by the first sample whether the epoch has started from a wrong state."""
         if self._resumes:
-            self._loads.resumed(self._dataset)
+            self._loads.note_resumed(self._dataset)
             return False
         self._resume = self._loads.correction(self._dataset, is_empty=is_empty)
         return bool(self._resume)
 
-    def move(self, count: int, position: StreamState) -> StreamState:
-        """Return where one of our streams is after so many samples more."""
+    def advance(self, count: int, position: StreamState) -> StreamState:
+        """Return the state of an aioloader stream after ``count`` samples more."""
         self.read += count
-        self._latest, self._at = {"dataset": position}, self.read
+        self._latest, self._read_at_state = {"dataset": position}, self.read
         return {"read": self.read, "skip": 0, "dataset": position}
 
     def state(self, *, has_ended: bool) -> StreamState:
-        """Return where the stream is after the latest batch.
+        """Return the state after the latest batch.
 
-        A dataset that restarts after its end, as generators do, must not be read again
-        in the same epoch: the state says that the stream ``has_ended``.
+        It records that the stream ``has_ended``, because some datasets restart after
+        their end and must not be read again in this epoch.
         """
         latest: StreamState = {}
         for name, part in self._stateful.items():
@@ -202,13 +189,14 @@ class StreamPosition:
             if name == "iterator" and part is self._dataset:
                 latest["is_dataset"] = True
         if latest:
-            self._latest, self._at = latest, self.read
-        state = {"read": self.read, "skip": self.read - self._at, **self._latest}
+            self._latest, self._read_at_state = latest, self.read
+        skip = self.read - self._read_at_state
+        state = {"read": self.read, "skip": skip, **self._latest}
         if has_ended and not self.is_own:  # our streams record it in their state
             state["ended"] = True
         return state
 
 
 def has_state(position: StreamState) -> bool:
-    """Tell whether a position holds the stream's own state."""
+    """Tell whether a position includes a state of the dataset or its iterator."""
     return any(name in position for name in STATES)

@@ -1,10 +1,9 @@
-"""Results on their way to the consumer: ordered, bounded by the window, never polled.
+"""Results on their way to the consumer: ordered, and bounded by the window.
 
-Producers are threads and loops of the pipeline; the consumer is a task on any event
-loop, or any thread. An item stays in the queue until it is taken, so that a cancelled
-wait loses nothing. There is no thread between worker processes and consumer: a waiting
-thread polls their sockets, a waiting task lets its loop watch them, and either reads
-the results that arrive.
+Threads and loops of the pipeline put results; the consumer is any thread, or a task on
+any event loop. A cancelled wait loses nothing. No thread receives the results of worker
+processes: a waiting thread polls their sockets, or a waiting task's loop watches them,
+and the consumer reads what arrives.
 """
 
 import asyncio
@@ -30,7 +29,7 @@ class ResultReader:
     """Workers whose results the consumer reads while it waits."""
 
     def descriptors(self) -> Sequence[int]:
-        """Return what becomes readable when ``collect`` has something to do."""
+        """Return the descriptors that are readable when results have arrived."""
         return ()
 
     def collect(self) -> None:
@@ -38,10 +37,7 @@ class ResultReader:
 
 
 class ReadyQueue(Waiters):
-    """The results of one iteration, by number from ``start`` on, or as they complete.
-
-    Numbers in ``without`` will not come.
-    """
+    """The results of one iteration, by number or as they complete."""
 
     def __init__(
         self, *, in_order: bool, start: int = 0, without: frozenset[int] = frozenset()
@@ -50,17 +46,17 @@ class ReadyQueue(Waiters):
         self.result_reader: ResultReader | None = None
         self._in_order = in_order
         self._next = start
-        self._without = without
-        self._early: dict[int, BatchResult] = {}  # they wait for an earlier one
+        self._without = without  # numbers that are never put
+        self._early: dict[int, BatchResult] = {}  # waiting for an earlier number
         self._items: deque[tuple[int, BatchResult]] = deque()
-        self._broken: BaseException | None = None
+        self._error: BaseException | None = None
         self._is_over = False  # every wait ends
         self._is_closed = False
         # Whether results come quickly, several in a run. A wake-up for each would cost
-        # more than making it, so the consumer coalesces them: it sleeps briefly, then
-        # looks by itself, because the next result of the run may take long.
+        # more than making it, so a consumer naps until the run is announced, or briefly
+        # if the next result of the run takes long.
         self.is_quick = False
-        self._coalesces = False
+        self._is_napping = False
 
     def _is_true(self) -> bool:
         return bool(self._items) or self._is_over
@@ -68,8 +64,8 @@ class ReadyQueue(Waiters):
     def put(self, number: int, result: BatchResult, *, wakes: bool = True) -> None:
         """Add the result of request ``number``, from any thread.
 
-        Unless it ``wakes``, the caller does, with ``announce``, after the last result
-        of a run; but a consumer that does not nap is woken at once.
+        Without ``wakes``, a napping consumer sleeps until the caller's ``announce``
+        after the last result of a run.
         """
         with self.lock:
             if self._is_closed:
@@ -82,7 +78,7 @@ class ReadyQueue(Waiters):
                     if self._next not in self._without:
                         self._items.append((self._next, self._early.pop(self._next)))
                     self._next += 1
-        if wakes or not self._coalesces:
+        if wakes or not self._is_napping:
             self.announce()
 
     def announce(self) -> None:
@@ -92,7 +88,7 @@ class ReadyQueue(Waiters):
 
     def fail(self, error: BaseException) -> None:
         """End every wait with ``error`` once the items are taken."""
-        self._broken = self._broken or error
+        self._error = self._error or error
         self.finish()
 
     def finish(self) -> None:
@@ -101,41 +97,36 @@ class ReadyQueue(Waiters):
         self.wake()
 
     def pop_nowait(self) -> tuple[int, BatchResult] | None:
-        """Take the next item, or None if there is none yet.
-
-        Raises:
-            BaseException: The error given to ``fail``, when nothing is left.
-        """
+        """Take the next item, or None; raise ``fail``'s error once none is left."""
         if self.result_reader is not None and not self._items:
             self.collect()
         try:
             return self._items.popleft()
         except IndexError:
-            if self._broken is not None:
-                self._raise_broken()
+            if self._error is not None:
+                self._raise_error()
         return None
 
-    def _raise_broken(self) -> None:
-        """Raise the error given to ``fail``, once: its traceback would keep frames."""
-        error = self._broken
+    def _raise_error(self) -> None:
+        """Raise the error given to ``fail``, only once: its traceback keeps frames."""
+        error = self._error
         if error is not None:
-            self._broken = LoaderClosedError(
-                "the iterator has failed before; make a new one"
-            )
+            text = "the iterator has failed before; make a new one"
+            self._error = LoaderClosedError(text)
             try:
                 raise error
             finally:
                 del error
 
     def close(self) -> None:
-        """Drop ready and later results: they may hold workers' memory."""
+        """Drop all results, also later ones: they may hold workers' memory."""
         with self.lock:
             self._is_closed = True
             self._items.clear()
             self._early.clear()
 
     def join(self) -> bool:
-        """Wait, bounded, for threads of its own; return whether they have ended."""
+        """Wait, with a timeout, for the queue's threads; return whether they ended."""
         return True
 
     def joins_at_once(self) -> bool:
@@ -145,19 +136,20 @@ class ReadyQueue(Waiters):
     def __len__(self) -> int:
         return len(self._items)
 
-    def held_back(self) -> int:
-        """Return how many results wait for an earlier one."""
+    def count_early(self) -> int:
+        """Return how many results wait for one with an earlier number."""
         return len(self._early)
 
-    # Frames of a traceback may hold this queue for long, but not the result reader.
+    # Callers use these, not the result reader itself: frames of a traceback may hold
+    # the queue, but must not hold the workers.
 
     def descriptors(self) -> Sequence[int]:
-        """Return what is readable when ``collect`` has work."""
+        """Do as ``ResultReader.descriptors``."""
         result_reader = self.result_reader
         return () if result_reader is None else result_reader.descriptors()
 
     def collect(self) -> None:
-        """Read and deliver the results that have arrived."""
+        """Do as ``ResultReader.collect``."""
         result_reader = self.result_reader
         if result_reader is not None:
             result_reader.collect()
@@ -176,7 +168,7 @@ class ReadyQueue(Waiters):
             return not self._leave(bell.ring) or is_true
 
     def _poll_until(self, bell: int, timeout: float | None) -> bool:
-        """Poll results and the bell; return False after ``timeout`` seconds."""
+        """Poll workers and the bell; return False after ``timeout`` seconds."""
         left = math.inf if timeout is None else max(0.0, timeout)
         until = time.monotonic() + left
         while True:
@@ -194,38 +186,38 @@ class ReadyQueue(Waiters):
     def wait_async(self, timeout: float | None = None) -> Coroutine[Any, Any, bool]:
         if self.result_reader is not None:
             return self._watch(timeout)
-        coalesces = self._may_nap(timeout)
-        return self._nap_async(timeout) if coalesces else super().wait_async(timeout)
+        may_nap = self._may_nap(timeout)
+        return self._nap_async(timeout) if may_nap else super().wait_async(timeout)
 
     def _nap(self, timeout: float | None) -> bool:
         if not self._may_nap(timeout):
             return False
-        self._coalesces = True
+        self._is_napping = True
         try:
             return super().wait(_NAP)
         finally:
-            self._coalesces = False
+            self._is_napping = False
 
     def _may_nap(self, timeout: float | None) -> bool:
         return self.is_quick and (timeout is None or timeout > _NAP)
 
     async def _nap_async(self, timeout: float | None) -> bool:
-        self._coalesces = True
+        self._is_napping = True
         try:
             if await super().wait_async(_NAP):
                 return True
         finally:
-            self._coalesces = False
+            self._is_napping = False
         return await super().wait_async(timeout)
 
     async def _watch(self, timeout: float | None) -> bool:
-        """Suspend while the loop watches the result_reader."""
+        """Wait while the loop watches the result reader's descriptors."""
         with _Watch(asyncio.get_running_loop(), self):
             return await super().wait_async(timeout)
 
 
 class _Watch:
-    """A loop's readers of a result_reader, while a task waits there."""
+    """The loop's watch of a result reader's descriptors, while a task waits."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, queue: ReadyQueue) -> None:
         self._loop = loop
@@ -241,7 +233,7 @@ class _Watch:
             with contextlib.suppress(OSError):  # just closed: nothing more comes
                 self._copies.append(os.dup(descriptor))
         for copy in self._copies:
-            self._loop.add_reader(copy, self._look)
+            self._loop.add_reader(copy, self._collect)
 
     def __exit__(self, *_exc: object) -> None:
         for copy in self._copies:
@@ -249,15 +241,15 @@ class _Watch:
             os.close(copy)
         self._copies = []
 
-    def _look(self) -> None:
+    def _collect(self) -> None:
         self._queue.collect()
         if self._copies and self._queue.descriptors() != self._watched:
-            self.__exit__()  # a part of the result_reader was replaced
+            self.__exit__()  # a worker was replaced, say
             self.__enter__()
 
 
 class _Bell:
-    """A descriptor that wakes a thread from its poll."""
+    """A descriptor that wakes a thread from ``poll``."""
 
     def __init__(self) -> None:
         self.fileno = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -265,7 +257,7 @@ class _Bell:
         self._lock = fork_safe(threading.RLock())  # a finalizer may need it too
 
     def ring(self) -> None:
-        """Wake; late calls are harmless."""
+        """Wake the thread; does nothing once this is closed."""
         with self._lock:
             if self._is_open:
                 os.eventfd_write(self.fileno, 1)

@@ -1,7 +1,7 @@
-"""Hosts of pipelines: the caller's thread, a private thread, or an event loop.
+"""Runners of pipelines: the caller's thread, a private thread, or an event loop.
 
-All iterations of a loader in the same place share one runner, so that the dataset's
-lifespan is entered there once, before the first sample is read, and left when the last
+All iterations of a loader in the same place share one runner, which enters the
+dataset's lifespan before the first sample is read, and leaves it when the last
 iteration returns its lease.
 """
 
@@ -35,14 +35,16 @@ from aioloader._base.waiting import (
     running_loop,
 )
 from aioloader._base.warnings import warn
+from aioloader._pipeline.awaiting import iterator_closed
 from aioloader._pipeline.lifespan import Lifespan, MakeLifespan, reads_on_loop
 from aioloader.errors import LoaderClosedError
 from aioloader.protocols import own_datasets
 
-# How long a close waits for user code that does not return, in seconds.
+# Seconds that a close waits for user code that does not return.
 GRACE = 10.0
 _NAME = "aioloader pipeline"  # of an iteration's task
-# What is done with a pipeline, if any; sets the latch when its lease is back.
+_LOOP_ENDED = "the event loop of the loader has ended; iterate again"
+# Acts on a pipeline, if any; sets the latch when its lease was returned.
 RunnerStep: TypeAlias = Callable[[Any, Latch], None]
 RunnerPlace: TypeAlias = (
     Literal["inline", "thread", "pool", "loop"] | asyncio.AbstractEventLoop
@@ -50,7 +52,7 @@ RunnerPlace: TypeAlias = (
 
 
 class RunnerTask(Protocol):
-    """What a runner runs: a ``Pipeline``, which owns a lease of it."""
+    """The interface of a ``Pipeline``, which owns a lease on its runner."""
 
     context: contextvars.Context
     ended: Latch  # set when the lease was returned
@@ -69,35 +71,32 @@ class RunnerTask(Protocol):
 class Runner:
     """A private thread, for datasets and functions that are all plain.
 
-    Leases and waiting are the same for all runners.
+    Base class of the other runners: leases and waiting are the same.
     """
 
-    loop: asyncio.AbstractEventLoop | None = (
-        None  # the event loop, if the runner has one
-    )
+    loop: asyncio.AbstractEventLoop | None = None
     is_callers: bool = False  # whether the loop is the caller's
-    place: RunnerPlace | None = None  # where it is, for ``Runners``
+    place: RunnerPlace | None = None  # the key in ``Runners``
 
     def __init__(
         self, lifespan: Lifespan | None, *, shares_threads: bool = False
     ) -> None:
-        self.lifespan = lifespan  # what is entered here, or None
+        self.lifespan = lifespan
         self.opened: Latch = Latch()  # set when the lifespan was entered, or failed
         thread = SharedThread if shares_threads else CpuThread
-        # The thread for plain code; starts with its first job, and enters first.
+        # For plain code; starts with its first job.
         self.cpu: CpuThread | SharedThread = thread("aioloader-cpu")
         self.closed: Latch = Latch()  # set when everything has ended
-        # Whether it has failed, or all leases were returned.
-        self.is_closing: bool = False
-        # Whether a close has given up waiting: until the next lease, others only look.
+        self.is_closing: bool = False  # it has failed, or all leases were returned
+        # Whether a close has timed out: until the next lease, others do not wait.
         self.is_stuck: bool = False
-        # What the lifespan raised on exit, raised by the runner's close.
+        # The lifespan's error on exit, raised by the close.
         self.exit_error: BaseException | None = None
-        self._broken: BaseException | None = None
+        self._error: BaseException | None = None  # for later pipelines
         self._pipelines: set[RunnerTask] = set()
-        self._leases = 1  # its maker's
+        self._leases = 1  # the caller's
         self._is_open = False
-        self._lock = fork_safe(threading.RLock())  # a finalizer may run in between
+        self._lock = fork_safe(threading.RLock())  # a finalizer may need it, too
         self._pid = os.getpid()
 
     # -- leases -------------------------------------------------------------------
@@ -107,10 +106,10 @@ class Runner:
         with self._lock:
             is_open = not self.is_closing and not self.is_foreign()
             self._leases += is_open
-            self.is_stuck = False  # what comes now may end in time
+            self.is_stuck = False  # the new iteration may end in time
             return is_open
 
-    def is_left(self) -> bool:
+    def is_released(self) -> bool:
         """Tell whether all leases were returned, so that it closes."""
         return not self._leases
 
@@ -121,10 +120,10 @@ class Runner:
     def ending(self) -> list[RunnerTask]:
         """Return the pipelines that were dismissed and have not ended."""
         with self._lock:
-            return [one for one in self._pipelines if one.is_closing]
+            return [pipeline for pipeline in self._pipelines if pipeline.is_closing]
 
     def open(self) -> None:
-        """Start entering the lifespan, once; ``opened`` is set when done."""
+        """Start to enter the lifespan; sets ``opened`` when done. Idempotent."""
         with self._lock:
             if not self._is_open:
                 self._is_open = self.cpu.post(self._open)
@@ -133,12 +132,12 @@ class Runner:
         """Start running ``pipeline``, which holds a lease."""
         with self._lock:
             self._pipelines.add(pipeline)
-            broken = self._broken
-            self._broken = broken and again(broken)
-        if broken is None:
+            error = self._error
+            self._error = error and later_error(error)
+        if error is None:
             self._start(pipeline)
         else:
-            pipeline.fail(broken)
+            pipeline.fail(error)
 
     def dismiss(self, pipeline: RunnerTask) -> None:
         """Start ending ``pipeline``, which returns its lease; safe in finalizers."""
@@ -149,14 +148,14 @@ class Runner:
         """Return a lease that no pipeline holds; the latch is set when done."""
         released = Latch()
         if not self.is_foreign():
-            self._run(self._return, None, released)
+            self._run(self._return_lease, None, released)
         return released
 
     def failure(self) -> BaseException | None:
         """Wait until the lifespan was entered; return its error, if any."""
         if self.lifespan is not None:
             self.opened.wait()
-        return self._broken
+        return self._error
 
     # -- waiting for the end ------------------------------------------------------
 
@@ -165,16 +164,16 @@ class Runner:
         return 0.0 if self.is_stuck else GRACE
 
     def is_lost(self) -> bool:
-        """Tell whether nothing runs here any more, so that a wait would never end."""
+        """Tell whether the thread or loop has stopped: a wait would never end."""
         return self.is_foreign()
 
-    def give_up(self, returned: Latch, pipeline: RunnerTask | None) -> None:
-        """Take back a lease that a lost runner cannot return."""
+    def force_return(self, returned: Latch, pipeline: RunnerTask | None) -> None:
+        """Return a lease in the calling thread, because this runner is lost."""
 
     def check_loop(self) -> None:
-        """Fail the pipelines if the loop that they run on was closed."""
+        """Fail the pipelines if the caller has closed their loop."""
 
-    def is_here(self) -> bool:
+    def is_own_thread(self) -> bool:
         """Tell whether the calling thread is the runner's, which cannot join itself."""
         return self.is_on_loop() or self.cpu.ident() == threading.get_ident()
 
@@ -186,21 +185,21 @@ class Runner:
         """Wait for the threads to end, once ``closed`` is set."""
         self.cpu.join(GRACE)
 
-    # -- in the runner's own thread ---------------------------------------------------
+    # -- in the runner's thread ---------------------------------------------------
 
     def _open(self) -> None:
         try:
             if self.lifespan is not None:
                 self.lifespan.enter()
         except BaseException as error:  # handed to the consumers
-            self._break(error)
+            self._fail_all(error)
         else:
             self.opened.set()
 
     def _run(
         self, step: RunnerStep, pipeline: RunnerTask | None, returned: Latch
     ) -> None:
-        """Take a step in the runner's thread; from any thread, and finalizers."""
+        """Post a step to the runner's thread; from any thread, and finalizers."""
         self.cpu.post_nowait(partial(step, pipeline, returned))
 
     def _start(self, pipeline: RunnerTask) -> None:  # noqa: ARG002  (it needs no more)
@@ -208,11 +207,11 @@ class Runner:
 
     def _end(self, pipeline: RunnerTask, ended: Latch) -> None:
         pipeline.end()
-        self._return(pipeline, ended)
+        self._return_lease(pipeline, ended)
 
-    def _return(self, pipeline: RunnerTask | None, returned: Latch) -> None:
-        """Take back a lease; close after the last one."""
-        if self._take_back(pipeline):
+    def _return_lease(self, pipeline: RunnerTask | None, returned: Latch) -> None:
+        """Return a lease; close after the last one."""
+        if self._drop_lease(pipeline):
             self._close()
         returned.set()
 
@@ -224,37 +223,41 @@ class Runner:
             self.exit_error = error
         self.cpu.stop(self.closed.set)
 
-    def _break(self, error: BaseException, *, is_known: bool = False) -> None:
-        """Fail all pipelines, later ones too; the error itself is raised once."""
+    def _fail_all(self, error: BaseException, *, is_known: bool = False) -> None:
+        """Fail all pipelines, also later ones; ``is_known``: it is raised elsewhere."""
         with self._lock:
             pipelines = list(self._pipelines)
             is_known = is_known or bool(pipelines)
-            self._broken = self._broken or (again(error) if is_known else error)
+            self._error = self._error or (later_error(error) if is_known else error)
             self.is_closing = True
         self.opened.set()
         for pipeline in pipelines:
             pipeline.fail(error)
 
-    def _take_back(self, pipeline: RunnerTask | None) -> bool:
-        """Take back a lease, a pipeline's only once; return whether it was the last."""
+    def _drop_lease(self, pipeline: RunnerTask | None) -> bool:
+        """Drop a lease, a pipeline's only once; return whether it was the last."""
         with self._lock:
             self._leases -= pipeline is None or pipeline in self._pipelines
             if pipeline is not None:
                 self._pipelines.discard(pipeline)
-            self.is_closing = self.is_closing or self.is_left()
-            return self.is_left()
+            self.is_closing = self.is_closing or not self._leases
+            return not self._leases
 
 
-def again(error: BaseException) -> LoaderClosedError:
-    """Return the error of later pipelines: the original is raised only once.
+def later_error(error: BaseException) -> LoaderClosedError:
+    """Return the error for pipelines after ``error`` was raised once.
 
-    A raised error has frames, which may hold this runner's pipelines.
+    The frames of its traceback may hold pipelines.
     """
     if isinstance(error, LoaderClosedError):
         return error
     return LoaderClosedError(
-        f"the loader's lifespan has failed: {error!r}; mend it, and make a new loader"
+        f"the loader's lifespan has failed: {error!r}; fix it, and create a new loader"
     )
+
+
+def loop_ended() -> LoaderClosedError:
+    return LoaderClosedError(_LOOP_ENDED)
 
 
 class CallerRunner(Runner):
@@ -272,7 +275,7 @@ class CallerRunner(Runner):
         step(pipeline, returned)
 
     def _start(self, pipeline: RunnerTask) -> None:
-        pass  # its samples are read by workers, which enter the lifespan
+        pass  # workers read its samples and enter the lifespan
 
     def _close(self) -> None:
         self.cpu.stop(self.closed.set)
@@ -281,9 +284,9 @@ class CallerRunner(Runner):
 
 
 class LoopRunner(Runner):
-    """An event loop: the loader's own in a private thread, or the caller's.
+    """An event loop: the loader's in a private thread, or the caller's.
 
-    Each pipeline is a task. A lifespan is entered and left by a task of its own.
+    Each pipeline is a task. A separate task enters and leaves the lifespan.
     """
 
     loop: asyncio.AbstractEventLoop
@@ -300,20 +303,20 @@ class LoopRunner(Runner):
         super().__init__(lifespan, shares_threads=shares_threads)
         self._waiting: list[RunnerTask] = []  # for the lifespan
         self._tasks: set[asyncio.Task[None]] = set()
-        self._opening: Any = None  # anyio's cancel scope
-        self._wanted = asyncio.Event()
-        self._over = asyncio.Event()
+        self._entering: Any = None  # anyio's cancel scope
+        self._must_enter = asyncio.Event()
+        self._all_returned = asyncio.Event()
         self._own_thread: threading.Thread | None = None
         self._threads = ThreadPoolExecutor(1, "aioloader-call")
-        # Of leases without a pipeline that are on their way back: the loop may have run
-        # for the last time, and not be closed yet.
+        # Of leases without a pipeline whose return is posted to the loop, which may
+        # never run again.
         self._returning: list[Latch] = []
         self._runner_task: asyncio.Task[None] | None = None
         self.is_callers = caller is not None
         if caller is None:
             context = context_elsewhere()
             runner = asyncio.Runner(loop_factory=new_event_loop)
-            self.loop = context.run(runner.get_loop)  # it keeps the context
+            self.loop = context.run(runner.get_loop)  # the runner keeps the context
             self.loop.set_default_executor(self._threads)
             run = partial(context.run, self._run_loop, runner)
             self._own_thread = threading.Thread(
@@ -328,24 +331,21 @@ class LoopRunner(Runner):
             self._runner_task.add_done_callback(self._finish)
 
     def start(self) -> None:
-        """Start the private thread, if there is one; its maker calls this once."""
+        """Start the private thread, if there is one; called once."""
         if self._own_thread is not None:
             start_thread(self._own_thread)
 
     def allow(self, concurrency: int) -> None:
-        """Make as many calls block in threads of a private loop as samples are read."""
+        """Let a private loop's default executor have ``concurrency`` threads."""
         most = max(self._threads._max_workers, concurrency)  # noqa: SLF001
         self._threads._max_workers = most  # noqa: SLF001  (they start on demand)
 
     def open(self) -> None:
-        if not call_threadsafe(self.loop, self._wanted.set):
+        if not call_threadsafe(self.loop, self._must_enter.set):
             self._finish()
 
     def is_lost(self) -> bool:
-        """Tell whether the caller's loop has stopped.
-
-        Posted callbacks run when it runs again, if ever.
-        """
+        """Tell whether the caller's loop has stopped; it may never run again."""
         is_stopped = self.is_callers and not self.loop.is_running()
         return is_stopped or super().is_lost()
 
@@ -353,14 +353,13 @@ class LoopRunner(Runner):
         if self.is_callers and self.loop.is_closed():
             self._finish()
 
-    def give_up(self, returned: Latch, pipeline: RunnerTask | None) -> None:
-        """Take back a lease in this thread, whether or not the loop runs again."""
+    def force_return(self, returned: Latch, pipeline: RunnerTask | None) -> None:
         if self.is_foreign() or returned.is_set():
             return
         if pipeline is not None:
             pipeline.release_workers()
-        if self._take_back(pipeline) or self.loop.is_closed():
-            self._over.set()
+        if self._drop_lease(pipeline) or self.loop.is_closed():
+            self._all_returned.set()
             self._finish()
         returned.set()
 
@@ -375,16 +374,17 @@ class LoopRunner(Runner):
         """Run the loop until the last lease was returned."""
         try:
             with runner:
-                runner.run(self._serve() if self.lifespan else self._over.wait())
+                work = self._serve() if self.lifespan else self._all_returned.wait()
+                runner.run(work)
         except BaseException as error:  # handed to the consumers
-            self._break(error)
+            self._fail_all(error)
         finally:
             self._finish()
 
     # -- on the loop --------------------------------------------------------------
 
     async def _serve(self) -> None:
-        """Enter the lifespan, run pipelines until the last has ended, leave it."""
+        """Enter the lifespan, start pipelines, and leave it after the last lease."""
         import anyio
 
         assert self.lifespan is not None
@@ -392,25 +392,25 @@ class LoopRunner(Runner):
             async with contextlib.AsyncExitStack() as stack:
                 stack.push_async_callback(self.lifespan.leave_async)
                 stack.push_async_callback(self._end_all)
-                with anyio.CancelScope() as self._opening:
-                    await self._wanted.wait()
-                    if not self._over.is_set():
+                with anyio.CancelScope() as self._entering:
+                    await self._must_enter.wait()
+                    if not self._all_returned.is_set():
                         await self.lifespan.enter_async(self.cpu)
                 self.opened.set()
                 while self._waiting:
                     pipeline = self._waiting.pop(0)
                     self._begin(pipeline, pipeline.ended)
-                await self._over.wait()
+                await self._all_returned.wait()
         except BaseException as error:  # handed to the consumers
             if ends_task(error):
                 raise
-            is_over = self._over.is_set()
+            is_over = self._all_returned.is_set()
             if is_over:
                 self.exit_error = error
-            self._break(error, is_known=is_over)
+            self._fail_all(error, is_known=is_over)
 
     async def _end_all(self) -> None:
-        """Cancel the remaining pipelines when the runner task is cancelled."""
+        """Cancel the remaining pipelines, as when the runner's task is cancelled."""
         for task in self._tasks:
             task.cancel()
         if self._tasks:
@@ -422,21 +422,21 @@ class LoopRunner(Runner):
         if pipeline is None:
             self._returning.append(returned)
         if not call_threadsafe(self.loop, step, pipeline, returned):
-            self._finish()  # it failed, or the caller closed its loop
+            self._finish()  # this has failed, or the caller has closed the loop
             if pipeline is not None:
-                self._take_back(pipeline)
+                self._drop_lease(pipeline)
             returned.set()
 
     def _start(self, pipeline: RunnerTask) -> None:
         self._run(self._begin, pipeline, pipeline.ended)
 
     def _begin(self, pipeline: RunnerTask, ended: Latch) -> None:
-        """Start a pipeline; if it cannot start, fail it and take back its lease."""
-        if self._broken is not None:  # it has failed with the others
+        """Start a pipeline, once the lifespan is entered; if that fails, fail it."""
+        if self._error is not None:  # the pipeline has failed with the others
             return
         if self.lifespan is not None and not self.opened.is_set():
             self._waiting.append(pipeline)
-            self._wanted.set()
+            self._must_enter.set()
             return
         self.allow(pipeline.most_concurrency())
         try:
@@ -445,57 +445,54 @@ class LoopRunner(Runner):
             )
         except Exception as error:  # handed to the consumer
             pipeline.fail(error)
-            self._return(pipeline, ended)
+            self._return_lease(pipeline, ended)
         else:
             self._tasks.add(task)
-            task.add_done_callback(partial(self._left, pipeline))
+            task.add_done_callback(partial(self._task_done, pipeline))
 
-    def _left(self, pipeline: RunnerTask, task: asyncio.Task[None]) -> None:
-        """Take back the lease of a pipeline whose task has ended."""
+    def _task_done(self, pipeline: RunnerTask, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if task.cancelled():  # perhaps before its first step, so nothing has run
             pipeline.release_workers()
-        self._return(pipeline, pipeline.ended)
+        self._return_lease(pipeline, pipeline.ended)
 
     def _end(self, pipeline: RunnerTask, ended: Latch) -> None:
-        """End a pipeline; its lease ends with its task."""
+        """End a pipeline; its task returns its lease."""
         pipeline.end()
         if pipeline in self._waiting:  # it has not started
             self._waiting.remove(pipeline)
-            pipeline.fail(LoaderClosedError("the iterator was closed; make a new one"))
-            self._return(pipeline, ended)
+            pipeline.fail(iterator_closed())
+            self._return_lease(pipeline, ended)
 
-    def _return(self, pipeline: RunnerTask | None, returned: Latch) -> None:
+    def _return_lease(self, pipeline: RunnerTask | None, returned: Latch) -> None:
         with contextlib.suppress(ValueError):  # it has a pipeline
             self._returning.remove(returned)
-        is_given_up = returned.is_set()
-        if not is_given_up and self._take_back(pipeline):
-            self._over.set()
-        if self._over.is_set():
+        was_forced = returned.is_set()
+        if not was_forced and self._drop_lease(pipeline):
+            self._all_returned.set()
+        if self._all_returned.is_set():
             self._close()
         returned.set()
 
     def _close(self) -> None:
-        self._wanted.set()
-        if self._opening is not None:
-            self._opening.cancel()  # a lifespan that is slow to enter
+        self._must_enter.set()
+        if self._entering is not None:
+            self._entering.cancel()  # a lifespan that is slow to enter
         if self.is_callers and self.lifespan is None:
             self._finish()
 
     def _finish(self, _task: asyncio.Task[None] | None = None) -> None:
-        """Release the rest once the runner task has ended, however it ended."""
-        self._break(
-            LoaderClosedError("the event loop of the loader has ended; iterate again")
-        )
+        """Release everything: the loop, or the task that serves on it, has ended."""
+        self._fail_all(LoaderClosedError(_LOOP_ENDED))
         self._waiting.clear()
         for pipeline in list(self._pipelines):
             pipeline.release_workers()
-            self._take_back(pipeline)
+            self._drop_lease(pipeline)
             pipeline.ended.set()
         while self._returning:
             returned = self._returning.pop()
             if not returned.is_set():
-                self._take_back(None)
+                self._drop_lease(None)
                 returned.set()
         self.cpu.stop(self.closed.set)
 
@@ -503,8 +500,8 @@ class LoopRunner(Runner):
 def new_event_loop() -> asyncio.AbstractEventLoop:
     """Return a new uvloop, or asyncio's own loop where uvloop is not installed.
 
-    Also where standard input, output or error is closed: libuv aborts the process as it
-    closes a descriptor that has taken the place of one of them.
+    Where standard input, output or error is closed, it is asyncio's loop, too: libuv
+    aborts the process if it closes a descriptor with the number of one of them.
     """
     try:
         for standard in range(3):
@@ -517,7 +514,7 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
 
 
 class Runners:
-    """The runners of one loader: found by place, made on demand, kept while entered."""
+    """The runners of one loader: one per place, made on demand, kept while entered."""
 
     def __init__(self, dataset: Any, lifespan: MakeLifespan | None = None) -> None:
         self._dataset = dataset
@@ -538,10 +535,10 @@ class Runners:
             is_loop = place == "loop" or not isinstance(place, str)
             enters = self.lifespan is not None or (is_loop and own_datasets(dataset))
             lifespan = None
-            if enters and place != "pool":  # the workers enter it, where they read
+            if enters and place != "pool":  # workers enter it where they read
                 lifespan = Lifespan(dataset, self.lifespan)
             if not isinstance(place, str):
-                # If nothing is bound to a thread, loaders on callers' loops share some.
+                # Loaders on callers' loops share threads if nothing is bound to one.
                 shares = not (lifespan or is_shared_thread()) and reads_on_loop(dataset)
                 runner = LoopRunner(lifespan, place, shares_threads=shares)
             elif place == "loop":
@@ -557,13 +554,13 @@ class Runners:
                 self._runners.add(runner)
                 if self._entered and runner.lease():
                     self._kept.append(runner)
-            except BaseException:  # Ctrl-C: nobody has the maker's lease
+            except BaseException:  # Ctrl-C: the caller does not get the lease
                 runner.release()
                 raise
             return runner
 
     def keep(self) -> None:
-        """Keep runners open between iterations from now on; calls nest."""
+        """Keep new runners open between iterations; calls nest."""
         with self._lock:
             self._entered += 1
 
@@ -575,19 +572,19 @@ class Runners:
 
     def release(self) -> None:
         """Release the kept runners and wait until they are closed."""
-        with contextlib.ExitStack() as stack:  # in reverse order, whatever is raised
-            for released in self._released():
+        with contextlib.ExitStack() as stack:  # waits for all, whatever is raised
+            for released in self._release_kept():
                 stack.callback(wait_released, *released)
 
     async def release_async(self) -> None:
         async with contextlib.AsyncExitStack() as stack:
-            for released in self._released():
+            for released in self._release_kept():
                 stack.push_async_callback(wait_released_async, *released)
 
-    def _released(self) -> list[tuple[Runner, Latch, RunnerTask | None]]:
-        """Release the kept runners; return them and the pipelines still ending.
+    def _release_kept(self) -> list[tuple[Runner, Latch, RunnerTask | None]]:
+        """Release the kept runners; return the arguments of ``wait_released``.
 
-        The iterators of these were dropped, so nobody else waits for them.
+        Pipelines of dropped iterators that are still ending are waited for, too.
         """
         with self._lock:
             kept = self._kept[:]
@@ -597,7 +594,7 @@ class Runners:
             (runner, runner.release(), None) for runner in kept
         ]
         for runner in runners:
-            ending += [(runner, one.ended, one) for one in runner.ending()]
+            ending += [(runner, task.ended, task) for task in runner.ending()]
         return ending
 
 
@@ -619,60 +616,60 @@ def _release_all(kept: list[Runner]) -> None:
 def wait_released(
     runner: Runner, returned: Latch, pipeline: RunnerTask | None = None
 ) -> None:
-    """Wait for a lease's return, and for ``runner`` if it was the last; bounded.
+    """Wait for a lease's return, and for ``runner``'s end if it was the last.
 
-    The workers and stages of the pipeline that held it are joined, and what the dataset
-    or its iterator raised when it was closed is raised.
+    Each wait has a timeout. The pipeline's workers and stages are joined. Errors of
+    closing the dataset or its iterator are raised.
     """
     if runner.is_lost():
-        runner.give_up(returned, pipeline)
-    elif not runner.is_here():
+        runner.force_return(returned, pipeline)
+    elif not runner.is_own_thread():
         is_ended = returned.wait(runner.grace())
-        if is_ended and runner.is_left():
+        if is_ended and runner.is_released():
             is_ended = runner.closed.wait(runner.grace())
         if not is_ended:
-            _note_stuck(runner)
-        elif runner.is_left():
+            _warn_stuck(runner)
+        elif runner.is_released():
             runner.join()
         if pipeline is not None and not pipeline.join():
-            _note_stuck(runner)
+            _warn_stuck(runner)
     _raise_exit_errors(runner, pipeline)
 
 
 async def wait_released_async(
     runner: Runner, returned: Latch, pipeline: RunnerTask | None = None
 ) -> None:
-    """Wait as ``wait_released`` does, without blocking the loop.
+    """Do as ``wait_released``, without blocking the loop.
 
-    The wait is completed even if the calling task is cancelled, once or more.
+    Cancellation of the calling task is delayed until the wait has ended.
     """
     import anyio
 
     with anyio.CancelScope(shield=True):
         if runner.is_lost():
-            runner.give_up(returned, pipeline)
+            runner.force_return(returned, pipeline)
         else:
-            await to_the_end(partial(_released, runner, returned, pipeline))
+            await to_the_end(partial(_wait_async, runner, returned, pipeline))
     _raise_exit_errors(runner, pipeline)
 
 
-async def _released(
+async def _wait_async(
     runner: Runner, returned: Latch, pipeline: RunnerTask | None
 ) -> None:
-    """Wait for a lease's return, for ``runner`` if it was the last, and for workers."""
     is_ended = await returned.wait_async(runner.grace())
-    if is_ended and runner.is_left():
+    if is_ended and runner.is_released():
         is_ended = await runner.closed.wait_async(runner.grace())
     if not is_ended:
-        _note_stuck(runner)
+        _warn_stuck(runner)
     if pipeline is None or pipeline.joins_at_once():
         return
     # This raises an error of leaving the lifespan in a worker.
     if not await in_thread(pipeline.join, executor=CpuThread.once()):
-        _note_stuck(runner)
+        _warn_stuck(runner)
 
 
-def _note_stuck(runner: Runner) -> None:
+def _warn_stuck(runner: Runner) -> None:
+    """Warn of user code that does not return, once until the next lease."""
     if runner.is_stuck:
         return
     runner.is_stuck = True
@@ -685,7 +682,7 @@ def _note_stuck(runner: Runner) -> None:
 
 
 def _raise_exit_errors(runner: Runner, pipeline: RunnerTask | None) -> None:
-    """Raise what went wrong while closing, once."""
+    """Raise an error of closing, once."""
     for holder in (pipeline, runner):
         if holder is not None:
             error, holder.exit_error = holder.exit_error, None

@@ -1,9 +1,8 @@
 """Iterable datasets: one stream, read in blocks and cut into batches.
 
 A plain iterable is read in a thread, an async one on the loop; both run the same code,
-which never suspends for a plain one. Samples are numbered by their position in the
-stream. Once it has ended, every later request ends at once. With several ranks, each
-reads the whole stream and keeps its part.
+which never suspends for a plain one. Several ranks may read the same stream; each keeps
+its samples. After the end, every request ends at once.
 """
 
 import contextlib
@@ -45,7 +44,7 @@ class StreamBatcher:
     It is opened, read and closed in one task, or in one thread.
     """
 
-    maker: BatchMaker  # also says which part of the stream is read here
+    maker: BatchMaker
     _: KW_ONLY
     resume: InitVar[StreamState | None] = None  # where to start; None: at the beginning
     # Seeds of the batches that are read again to resume; None: no seeds.
@@ -53,21 +52,21 @@ class StreamBatcher:
 
     def __post_init__(self, resume: StreamState | None) -> None:
         maker = self.maker
-        # If not, the global generators are seeded while it is read.
+        # If not, the global generators are seeded while the stream is read.
         self._is_async = maker.kind is Kind.ASYNC_ITERABLE
         self._position = StreamPosition(maker.dataset, resume, maker.loads)
         self._rank, self._ranks = maker.part.rank, maker.part.world_size
         self._source: _BlockSource | None = None
         self._stack = AsyncExitStack()  # closes the iterator
         self._has_ended = False
-        self._owed = 0  # positions of a failed batch that other ranks still read
+        self._unread = 0  # positions of a failed batch that other ranks still read
         # With several ranks: the latest sample of all and of this one, for padding.
         self._latest: Any = MISSING
         self._latest_mine: Any = MISSING
-        # Whether any sample was read without an error; the errors of the others.
-        self._has_good = self._position.read > 0
-        self._lost: list[BaseException] = []
-        # Whether the functions take samples in columns, as they are.
+        # Whether any sample was delivered; the last two errors of skipped ones.
+        self._has_samples = self._position.read > 0
+        self._skipped_errors: list[BaseException] = []
+        # Whether ``collate_fn`` takes samples in columns.
         is_bare = maker.collate_fn is default_collate and maker.transform is None
         self._is_padded = maker.part.tail == "pad"
         self._takes_columns = is_bare and maker.batched and not self._is_padded
@@ -77,28 +76,28 @@ class StreamBatcher:
         run_now(self.pull_async(task))
 
     def take(self, tasks: deque[BatchTask]) -> deque[BatchTask]:
-        """Take the tasks whose samples were read with an earlier batch's; add these."""
-        began, source = perf_counter(), self._usual_source(tasks[0])
+        """Pop and fill the tasks whose samples were read with an earlier batch."""
+        began, source = perf_counter(), self._simple_source(tasks[0])
         taken = deque[BatchTask]()
         if source is not None and self._position.is_own:
             size = len(tasks[0].indices)
             for block, position in source.take(size, len(tasks)):
                 task = tasks.popleft()
-                task.began, task.state = began, self._position.move(size, position)
-                self._use(block, task)
+                task.began, task.state = began, self._position.advance(size, position)
+                self._fill(task, block)
                 taken.append(task)
         return taken
 
-    def _usual_source(self, task: BatchTask) -> "_BlockSource | None":
-        """Return the source, unless samples may be repeated or another rank's."""
+    def _simple_source(self, task: BatchTask) -> "_BlockSource | None":
+        """Return the source if all samples of ``task`` are the stream's next ones."""
         source = self._source
         if source is None or source.refills or self._is_padded or self._ranks > 1:
             return None
-        return None if self._has_ended or self._owed or task.again else source
+        return None if self._has_ended or self._unread or task.again else source
 
-    def _use(self, block: Block, task: BatchTask) -> None:
-        """Use a block, in which no sample failed, for the whole batch."""
-        self._has_good = True
+    def _fill(self, task: BatchTask, block: Block) -> None:
+        """Set the samples of a whole batch, none of which has failed."""
+        self._has_samples = True
         self.maker.policy.begin(len(block))
         is_ready = self._takes_columns or isinstance(block, list)
         task.samples = block if is_ready else list(block)
@@ -107,32 +106,32 @@ class StreamBatcher:
     async def pull_async(self, task: BatchTask, waiting: int = 0) -> None:
         """Read the samples of ``task``, or set the end as its result.
 
-        Those of the batches that are ``waiting`` after it may be read with them.
+        Those of the next ``waiting`` batches may be read with them, for ``take``.
         """
-        task.began, source = perf_counter(), self._usual_source(task)
+        task.began, source = perf_counter(), self._simple_source(task)
         block = None
-        if source is not None and source.is_bare:  # the usual case, in short
+        if source is not None and source.is_bare:  # the usual case, quickly
             block = await source.take_async(len(task.indices))
         if block is None:
             await self._pull(task, waiting)
         else:
             self._position.read += len(block)
             task.state = self._position.state(has_ended=False)
-            self._use(block, task)
+            self._fill(task, block)
 
     async def _pull(self, task: BatchTask, waiting: int = 0) -> None:
-        size, found = len(task.indices), 0
+        size, read = len(task.indices), 0
         wanted = size * self._ranks
         self.maker.policy.begin(0 if task.again else size)
         try:
             await self._prepare(task, wanted)
-            while found < wanted and not (task.again or self._has_ended):
-                found += await self._add_block(task, found, wanted, waiting)
+            while read < wanted and not (task.again or self._has_ended):
+                read += await self._add_block(task, read, wanted, waiting)
             is_short = 0 < len(task.samples) < size and not self.maker.drop_last
             if task.again or is_short:
                 await self._refill(task)
             if not task.again:
-                self._finish(task, found, wanted)
+                self._finish(task, read, wanted)
             elif not len(task.samples):
                 task.result = BatchResult(is_end=True)
             if not isinstance(task.samples, list) and not self._takes_columns:
@@ -140,7 +139,7 @@ class StreamBatcher:
             task.missing = size - len(task.samples)
             task.state = self._position.state(has_ended=self._has_ended)
             if self._source is not None and self._source.refills:
-                task.state |= self._source.repeated()
+                task.state |= self._source.repeat_state()
         except (*STOPS, WrappedExit) as error:
             if self._is_async and ends_task(error):
                 raise
@@ -156,7 +155,7 @@ class StreamBatcher:
         await self._stack.aclose()
 
     def _noted(self, error: BaseException, task: BatchTask) -> BaseException:
-        return noted(error, self.maker.place("fetch", task))
+        return noted(error, self.maker.stage_note("fetch", task))
 
     def _name(self) -> str:
         return type(self.maker.dataset).__name__
@@ -166,38 +165,38 @@ class StreamBatcher:
         loads, position = self.maker.loads, self._position
         try:
             if self._source is None and not self._has_ended:
-                kept = torch.get_rng_state() if loads.keeps_generator else None
+                rng_state = torch.get_rng_state() if loads.keeps_generator else None
                 loads.keeps_generator = False
                 if position.to_skip:
                     await self._skip(task, wanted)
-                    if kept is not None:
-                        torch.set_rng_state(kept)
+                    if rng_state is not None:
+                        torch.set_rng_state(rng_state)
                 else:
-                    self._source = await self._open(task, kept)
-                # A stream that had ended is opened too: its dataset may have a state.
+                    self._source = await self._open(task, rng_state)
+                # A stream that had ended is opened, too: its dataset may have a state.
                 self._has_ended |= position.has_ended
-            if self._owed:
-                owed, self._owed = self._owed, 0
-                position.read += await self._drop(owed)
+            if self._unread:
+                unread, self._unread = self._unread, 0
+                position.read += await self._drop(unread)
         except BaseException as error:
-            self._has_ended = True  # an error whatever the policy
+            self._has_ended = True  # whatever the policy
             self._noted(error, task)
             raise
 
     async def _skip(self, task: BatchTask, wanted: int) -> None:
-        """Open the stream and drop the samples delivered before ``task``.
+        """Open the stream, and read and drop the samples delivered before ``task``.
 
-        They are read again with the seeds of their batches.
+        They are read with the seeds of their batches.
         """
         left = self._position.to_skip
         earlier = -(-left // wanted)
         for number in range(task.number - earlier, task.number):
-            before = BatchTask(number, task.indices)
+            skipped = BatchTask(number, task.indices)
             if self.keys is not None:
-                before.key, before.sample_keys = self.keys(number, wanted)
-            with nullcontext() if self._is_async else self.maker.around(before):
+                skipped.key, skipped.sample_keys = self.keys(number, wanted)
+            with nullcontext() if self._is_async else self.maker.around(skipped):
                 if self._source is None:
-                    self._source = await self._open(before)
+                    self._source = await self._open(skipped)
                 left -= await self._drop(min(wanted, left))
         if left > 0:
             raise ShardChangedError(
@@ -210,14 +209,15 @@ class StreamBatcher:
     async def _open(
         self,
         task: BatchTask,
-        kept: torch.Tensor | None = None,
+        rng_state: torch.Tensor | None = None,
         *,
         is_sure: bool = False,
     ) -> "_BlockSource":
         """Open the dataset and its iterator where this epoch starts.
 
-        Torch's generator is then at ``kept``, if given. Unless the dataset's state
-        ``is_sure``, its first sample may tell that it started from a wrong one.
+        Torch's generator is then set to ``rng_state``, if given. Unless ``is_sure``,
+        the first sample may reveal that the dataset started from a wrong state; then it
+        is opened again.
         """
         dataset, position = self.maker.dataset, self._position
         before = None if self._is_async else torch.get_rng_state()
@@ -227,43 +227,42 @@ class StreamBatcher:
         if self._is_async:
             iterator = await _open_async(dataset, self._stack)
         else:
-            iterator = _begun(iter, dataset)
+            iterator = _iterator(iter, dataset)
             if inspect.isgenerator(iterator):
                 self._stack.callback(iterator.close)
         position.load_iterator(iterator)
         if task.number:
             self._reseed(task)
-        source = _BlockSource(
-            iterator, len(task.indices), position.again, is_async=self._is_async
-        )
-        source.is_bare = not (source.is_own or position.has_parts())
+        size, repeats_from = len(task.indices), position.repeats_from
+        source = _BlockSource(iterator, size, repeats_from, is_async=self._is_async)
+        source.is_bare = not (source.is_own or position.is_stateful())
         self._stack.push_async_callback(source.aclose)
-        if kept is not None:
-            torch.set_rng_state(kept)
+        if rng_state is not None:
+            torch.set_rng_state(rng_state)
         if is_sure or position.has_ended or not self.maker.loads.is_pending:
             return source
         block, _, has_ended = await source.read(1)
         source.rest = block, has_ended
-        if position.starts_again(is_empty=not len(block)):
+        if position.must_reopen(is_empty=not len(block)):
             source = await self._open(task, is_sure=True)
             if before is not None:
                 torch.set_rng_state(before)
         return source
 
     def _reseed(self, task: BatchTask) -> None:
-        """Seed the generators for ``task`` again: the user's code may have drawn."""
+        """Seed the generators for ``task`` again: user code may have changed them."""
         if not self._is_async and self.maker.reseed is not None:
             self.maker.reseed(task)
 
-    async def _drop(self, places: int) -> int:
+    async def _drop(self, count: int) -> int:
         """Read and drop samples, failed ones too; return how many positions they had.
 
-        An error that ends the stream is raised: nothing was delivered after it.
+        An error that ends the stream is raised: no sample was delivered after it.
         """
         source: Any = self._source
         dropped = 0
-        while dropped < places and not self._has_ended:
-            block, more, self._has_ended = await source.read(places - dropped)
+        while dropped < count and not self._has_ended:
+            block, more, self._has_ended = await source.read(count - dropped)
             dropped += more
             if len(block) and type(block[-1]) is FailedSample:
                 if self._has_ended:
@@ -272,37 +271,37 @@ class StreamBatcher:
         return dropped
 
     async def _add_block(
-        self, task: BatchTask, found: int, wanted: int, waiting: int
+        self, task: BatchTask, read: int, wanted: int, waiting: int
     ) -> int:
         """Add a block's samples to ``task``; return how many positions were read."""
         assert self._source is not None
-        left, more = wanted - found, waiting * wanted
-        block, places, self._has_ended = await self._source.read(left, more)
+        left, more = wanted - read, waiting * wanted
+        block, positions, self._has_ended = await self._source.read(left, more)
         count = len(block)
-        bad = block[-1] if count and isinstance(block, list) else None
-        if type(bad) is FailedSample:
+        failure = block[-1] if count and isinstance(block, list) else None
+        if type(failure) is FailedSample:
             block = block[:-1]
         if len(block):
-            self._has_good = True
+            self._has_samples = True
             if self._ranks > 1:  # this rank's part
                 self._latest = block[-1]
-                block = list(block)[(self._rank - found) % self._ranks :: self._ranks]
+                block = list(block)[(self._rank - read) % self._ranks :: self._ranks]
                 if block:
                     self._latest_mine = block[-1]
             task.samples = join([task.samples, block]) if len(task.samples) else block
-        if type(bad) is not FailedSample:
-            return places
+        if type(failure) is not FailedSample:
+            return positions
         if self._has_ended:  # skipping it would silently end the epoch early
-            raise self._noted(bad.error, task)
-        if (found + count - 1) % self._ranks == self._rank:
+            raise self._noted(failure.error, task)
+        if (read + count - 1) % self._ranks == self._rank:
             try:
-                places -= self._replace(task, bad.error)
+                positions -= self._replace(task, failure.error)
             except BaseException:
                 # These samples are lost, but they were read.
-                self._position.read += found + places
-                self._owed = wanted - found - places if self.maker.keeps_step else 0
+                self._position.read += read + positions
+                self._unread = wanted - read - positions if self.maker.keeps_step else 0
                 raise
-        return places
+        return positions
 
     def _replace(self, task: BatchTask, error: BaseException) -> bool:
         """Add the replacement of a failed sample, or raise by the policy.
@@ -311,9 +310,9 @@ class StreamBatcher:
         """
         sample = self.maker.resolve("fetch", task, len(task.samples), error)
         if sample is not SKIP:
-            self._has_good = True
-        elif not self._has_good:
-            self._lost = [*self._lost[-1:], error]
+            self._has_samples = True
+        elif not self._has_samples:
+            self._skipped_errors = [*self._skipped_errors[-1:], error]
         assert self._source is not None
         if sample is SKIP and self._source.leaves_out:
             self.maker.policy.begin(1)  # one more attempt
@@ -328,69 +327,70 @@ class StreamBatcher:
         """Fill a batch from the stream's beginning, if all ranks end together."""
         if self._source is not None and self._source.refills:
             lacking = len(task.indices) - len(task.samples)
-            samples = await self._source.again(lacking)
+            samples = await self._source.repeat(lacking)
             task.samples = join([task.samples, samples])
             task.padding = len(samples)
 
-    def _finish(self, task: BatchTask, found: int, wanted: int) -> None:
+    def _finish(self, task: BatchTask, read: int, wanted: int) -> None:
         """Count the samples of ``task``; set its result if there is no batch."""
         maker, position = self.maker, self._position
-        position.read += found
-        if found < wanted:
-            mine = -(-max(0, found - self._rank) // self._ranks)
+        position.read += read
+        if read < wanted:
+            mine = -(-max(0, read - self._rank) // self._ranks)
             task.extra -= len(task.indices) - mine
-            maker.policy.begin(mine - len(task.indices))  # it ended before the rest
+            maker.policy.begin(mine - len(task.indices))  # fewer attempts
         if self._has_ended:
-            self._check_rest()
-        if not found or (maker.drop_last and found < wanted):
+            self._check_end()
+        if not read or (maker.drop_last and read < wanted):
             task.result = BatchResult(is_end=True)
             self._has_ended = True
             return
-        if found < wanted and self._ranks > 1:
-            self._share_tail(task, found)
+        if read < wanted and self._ranks > 1:
+            self._share_tail(task, read)
         source = self._source
         if source is None:  # closed by the user's code
             return
         if source.real is not None and maker.part.tail == "pad":
-            # Readers that have ended leave places without samples at the end.
-            real = max(0, source.real - (position.read - found))
+            # Readers that have ended leave positions without samples at the end.
+            real = max(0, source.real - (position.read - read))
             task.padding = max(0, len(task.samples) - real)
-        # Only this batch is empty here: other ranks may have samples of it.
+        # The batch is empty on this rank only: other ranks may have samples of it.
         least = len(task.indices) if maker.drop_last else 1
         if not source.fills and not task.result and len(task.samples) < least:
             task.result = BatchResult(is_empty=True)
 
-    def _check_rest(self) -> None:
-        """Raise the last error if every sample of the stream failed.
+    def _check_end(self) -> None:
+        """Raise an error if every sample has failed, or a resumed epoch is empty.
 
-        With several readers, a single shard may fail.
+        If other readers have parts of the stream, a single error is tolerated.
         """
-        lost, self._lost = self._lost, []
-        if not self._has_good and lost and not (len(lost) == 1 and self._is_part()):
+        errors, self._skipped_errors = self._skipped_errors, []
+        may_fail = len(errors) == 1 and self._is_part()
+        if not self._has_samples and errors and not may_fail:
             text = "aioloader: all samples of this stream failed; none is left"
-            lost[-1].add_note(text)
-            raise lost[-1]
-        if not self._position.read and self._position.owes:
+            errors[-1].add_note(text)
+            raise errors[-1]
+        if not self._position.read and self._position.last_epoch:
             raise DatasetError(
                 f"the resumed epoch of {self._name()} has no samples, but the one "
-                f"before had {self._position.owes:,}; a dataset must start again "
+                f"before had {self._position.last_epoch:,}; a dataset must start again "
                 "after its end, also from the state that it has there"
             )
 
     def _is_part(self) -> bool:
-        """Tell whether other readers have parts of this stream too."""
+        """Tell whether other ranks or workers read parts of this stream, too."""
         dataset, worker = self.maker.dataset, get_worker_info()
         is_rank = isinstance(dataset, OwnStream) and dataset.outline().world_size > 1
         return is_rank or (worker is not None and worker.num_workers > 1)
 
-    def _share_tail(self, task: BatchTask, found: int) -> None:
+    def _share_tail(self, task: BatchTask, read: int) -> None:
         """Cut or pad this rank's part of the last batch, by ``tail``."""
-        mine, padding = self.maker.part.share(found)
+        mine, padding = self.maker.part.share(read)
         del task.samples[mine:]
         latest = self._latest_mine
-        stand_in = self._latest if latest is MISSING else latest
-        if padding and stand_in is not MISSING:
-            task.samples += [stand_in] * padding
+        filler = self._latest if latest is MISSING else latest
+        if padding and filler is not MISSING:
+            task.samples += [filler] * padding
             task.padding = padding
         if not task.samples:
             task.result = BatchResult(is_end=True)
@@ -402,18 +402,23 @@ class _BlockSource:
     Reading a plain one never suspends.
     """
 
-    # As those of ``BlockIterator``.
+    # As in ``BlockIterator``.
     fills, leaves_out, refills = True, False, False
     real: int | None = None
 
     def __init__(
-        self, iterator: Any, most: int, repeated: StreamState | None, *, is_async: bool
+        self,
+        iterator: Any,
+        max_block: int,
+        repeats_from: StreamState | None,
+        *,
+        is_async: bool,
     ) -> None:
         self._iterator = iterator  # its state is the one after the latest block
         self.is_bare = False  # whether it is the user's, and has no state
-        self._most = most  # limit on samples held in memory at once
+        self._max_block = max_block  # limit on samples held in memory at once
         self._is_async = is_async
-        # What was read but not used yet, and whether the stream has ended with it.
+        # Samples read but not used yet, and whether the stream has ended with them.
         self.rest: tuple[Block, bool] | None = None
         self._same_errors = SameErrors()
         self.is_own = isinstance(iterator, BlockIterator)
@@ -421,19 +426,19 @@ class _BlockSource:
             self.fills, self.leaves_out = iterator.fills, iterator.leaves_out
             self.refills, self.real = iterator.refills, iterator.real
         self._repeated: BlockIterator | None = None
-        self._start = repeated  # where ours repeats samples; None: from the first one
-        self._has_repeated = repeated is not None  # since its latest beginning
+        self._start = repeats_from  # of the repeated samples; None: the first one
+        self._has_repeated = repeats_from is not None  # any sample since ``_start``
 
     def take(self, size: int, most: int) -> Iterable[tuple[Block, StreamState]]:
-        """Take blocks as ``BlockIterator.take`` does; none of a user's iterator."""
-        is_there = self.is_own and self.rest is None
-        return self._iterator.take(size, most) if is_there else ()
+        """Do as ``BlockIterator.take``; a user's iterator has no such blocks."""
+        has_blocks = self.is_own and self.rest is None
+        return self._iterator.take(size, most) if has_blocks else ()
 
     async def take_async(self, count: int) -> Block | None:
-        """Read so many samples, none of which fails; else None, and ``read`` them."""
+        """Read ``count`` samples; None if fewer come or one fails: use ``read``."""
         if self.rest is not None:
             return None
-        block, has_ended = await self._pull(min(count, self._most), 0)
+        block, has_ended = await self._pull(min(count, self._max_block), 0)
         is_list = isinstance(block, list)
         is_whole = len(block) == count and not has_ended
         if not is_whole or (is_list and FailedSample in set(map(type, block))):
@@ -442,27 +447,22 @@ class _BlockSource:
         return block
 
     async def read(self, limit: int, more: int = 0) -> tuple[Block, int, bool]:
-        """Read a block, of which only the last sample may be ``FailedSample``.
+        """Read a block; only its last sample may be a ``FailedSample``.
 
-        So many ``more`` samples may be read with it, for ``take``.
+        Up to ``more`` samples may be read with it, for ``take``.
 
         Returns:
-            The block; how many positions of the stream it takes, which are more than
-            samples if several readers take turns and some of them have ended; whether
-            the stream has ended. If it ended with a ``FailedSample``, that error ended
-            it, and no policy can skip the error.
+            The block; how many positions of the stream it takes (more than its samples
+            if readers take turns and some of them have ended); whether the stream has
+            ended. A ``FailedSample`` at the end has ended it and cannot be skipped.
         """
-        limit = min(limit, self._most)
+        limit = min(limit, self._max_block)
         block, has_ended = self.rest or await self._pull(limit, more)
         self.rest = None
-        if (
-            self.is_own
-            and isinstance(block, list)
-            and FailedSample in set(map(type, block))
-        ):
-            stop = 1 + next(
-                k for k, one in enumerate(block) if type(one) is FailedSample
-            )
+        is_list = self.is_own and isinstance(block, list)
+        if is_list and FailedSample in set(map(type, block)):
+            kinds = enumerate(map(type, block), 1)
+            stop = next(count for count, kind in kinds if kind is FailedSample)
             if stop < len(block):
                 self.rest, has_ended = (block[stop:], has_ended), False
                 block = block[:stop]
@@ -487,10 +487,10 @@ class _BlockSource:
             return [failed(error)], True
         return block, self.fills and not len(block)
 
-    async def again(self, count: int) -> Block:
-        """Read samples of ours again, from the first one on, over and over.
+    async def repeat(self, count: int) -> Block:
+        """Read samples of an aioloader stream again, from the first one, repeatedly.
 
-        Failed ones are left out. There are fewer than ``count`` if all are.
+        Failed ones are left out; fewer than ``count`` are returned if all fail.
         """
         parts: list[Block] = []
         while count:
@@ -512,29 +512,29 @@ class _BlockSource:
             count -= len(block)
         return join(parts)
 
-    def repeated(self) -> StreamState:
-        """Return where ``again`` continues, as a part of a state."""
+    def repeat_state(self) -> StreamState:
+        """Return the part of a state from which ``repeat`` continues."""
         now = self._start if self._repeated is None else self._repeated.position()
         return {} if now is None else {"again": now}
 
     async def aclose(self) -> None:
-        """Stop to repeat."""
+        """Close the iterator of repeated samples."""
         repeated, self._repeated = self._repeated, None
         if repeated is not None:
             await repeated.aclose()
 
 
-def _begun(begin: Callable[[Any], Any], dataset: Any) -> Any:
+def _iterator(make: Callable[[Any], Any], dataset: Any) -> Any:
     try:
-        return begin(dataset)
-    except StopIteration as error:  # no coroutine may raise one
+        return make(dataset)
+    except StopIteration as error:  # a coroutine must not raise it
         raise raisable(error, "the dataset") from error
 
 
 async def _open_async(dataset: Any, stack: AsyncExitStack) -> Any:
     """Return an async iterator of ``dataset``, which ``stack`` closes."""
     is_chain = isinstance(dataset, ChainDataset) and not has_aiter(dataset)
-    iterator = _chained(dataset.datasets) if is_chain else _begun(aiter, dataset)
+    iterator = _chained(dataset.datasets) if is_chain else _iterator(aiter, dataset)
     if isinstance(iterator, HasLifespan):
         await stack.enter_async_context(iterator.lifespan())
     if inspect.isasyncgen(iterator):

@@ -1,7 +1,7 @@
 """Tuning of ``"auto"`` arguments: measured here, decided in ``autotune``.
 
-The loop that reads changes the concurrency of reads; the consumer's thread changes how
-many batches are requested ahead.
+The loop that reads tunes the concurrency of reads; the consumer's thread tunes how many
+batches are requested ahead.
 """
 
 import sys
@@ -16,39 +16,38 @@ from aioloader._base.records import Counters, RecordedSettings
 from aioloader._pipeline.autotune import BytesInFlight, Controller, Observation
 from aioloader._pipeline.batch_task import Window
 
-# A setting is measured over half as many reads as are in flight, but at least over this
+# A value is measured over half as many reads as are in flight, but at least over this
 # many reads and seconds.
-_READS = 16
-_SECONDS_OF_READS = 0.005
+_MIN_READS = 16
+_MIN_READ_SECONDS = 0.005
 # The same for batches.
-_BATCHES = 8
-_SECONDS_OF_BATCHES = 0.02
+_MIN_BATCHES = 8
+_MIN_BATCH_SECONDS = 0.02
 # Batches between two checks of the available memory.
-_LOOK = 64
+_MEMORY_CHECK_EVERY = 64
 
 
 @dataclass
 class Tuning:
-    """What a loader has found out in all its epochs."""
+    """The measurements and decisions of a loader in all its epochs."""
 
     controllers: dict[str, Controller] = field(default_factory=dict)  # by argument name
-    # The sizes of batches.
     held: BytesInFlight = field(default_factory=partial(BytesInFlight, 0))
     deaths: int = 0  # worker deaths seen so far
-    observed: object = None  # the latest iteration whose speed was
+    observed: object = None  # the latest iteration whose speed was observed
 
     def controller(self, name: str, start: int, least: int, most: int) -> Controller:
-        """Return the controller of an argument, made once."""
-        found = self.controllers.get(name)
-        if found is None:
-            found = self.controllers[name] = Controller(name, start, least, most)
-        return found
+        """Return the controller of an argument, which the first call makes."""
+        controller = self.controllers.get(name)
+        if controller is None:
+            controller = self.controllers[name] = Controller(name, start, least, most)
+        return controller
 
     def tuned(self, setting: RecordedSettings) -> RecordedSettings:
-        """Return how a loader is set up now that started with ``setting``."""
+        """Return the current settings of a loader that started with ``setting``."""
         chosen = {
-            name: one.value
-            for name, one in self.controllers.items()
+            name: controller.value
+            for name, controller in self.controllers.items()
             if name in setting.fixed
         }
         if "concurrency" in chosen:
@@ -62,18 +61,17 @@ class Tuning:
     def observe_workers(
         self, controller: Controller, latest: Counters, deaths: int
     ) -> None:
-        """Decide on the number of workers after an iteration, once.
-
-        ``deaths`` are of all iterations.
-        """
+        """Observe an iteration's number of workers, once; ``deaths`` in all of them."""
         died, self.deaths = deaths - self.deaths, deaths
         is_known, self.observed = self.observed is latest.iteration, latest.iteration
         records = latest.recorded()
-        if is_known or len(records) <= _BATCHES:
+        if is_known or len(records) <= _MIN_BATCHES:
             return
         seconds = records[-1].taken - records[0].taken
-        if seconds >= _SECONDS_OF_BATCHES:
-            waited = sum(one.taken - one.asked - one.drawn for one in records[1:])
+        if seconds >= _MIN_BATCH_SECONDS:
+            waited = sum(
+                record.taken - record.asked - record.drawn for record in records[1:]
+            )
             rate = (len(records) - 1) / seconds
             failures = min(1.0, died / controller.value)
             controller.observe(Observation(rate, waited / seconds, failures=failures))
@@ -96,19 +94,20 @@ class Tuner:
     """Measure one iteration and change the arguments that the loader chooses."""
 
     tuning: Tuning
-    concurrency: Controller | None  # chooses how many samples are read at a time
-    prefetch: Controller | None  # and how many batches are requested ahead per reader
+    concurrency: Controller | None  # of samples read at a time
+    prefetch: Controller | None  # of batches requested ahead per reader
     given: int  # batches per reader in the window that an iteration starts with
     readers: int  # how many have a window
     batch_size: int
-    prefetch_bytes: int | None  # how many may be held; None: what the memory allows
+    prefetch_bytes: int | None  # bytes that may be held; None: by the free memory
     ready: Sized = ()  # the queue that the consumer takes batches from
 
     def __post_init__(self) -> None:
         self._held = self.tuning.held
-        self._look_at_memory()
-        self._most_concurrency = self.concurrency.most if self.concurrency else 0
-        self._hard = self._most_concurrency, self.prefetch.most if self.prefetch else 0
+        self._check_memory()
+        self._max_concurrency = self.concurrency.most if self.concurrency else 0
+        # The greatest values of both controllers, however small the batches are.
+        self._bounds = self._max_concurrency, self.prefetch.most if self.prefetch else 0
         self._round: _Round | None = None
         self._has_changed = True
         self._taken = 0  # batches delivered
@@ -117,10 +116,10 @@ class Tuner:
         self._on_device = 0
 
     def note_read(self, began: float, *, failures: int, is_busy: bool) -> int:
-        """Note that a read has ended; return how many may be in flight.
+        """Record that a read has ended; return how many may be in flight.
 
         By Little's law, the throughput of a constant number of reads is that number
-        divided by their mean latency, which bursts of batches do not blur.
+        divided by their mean latency, even if batches come in bursts.
 
         Args:
             began: When it started, by ``time.perf_counter``.
@@ -129,13 +128,13 @@ class Tuner:
         """
         controller = self.concurrency
         assert controller is not None
-        if controller.most != self._most_concurrency:
+        if controller.most != self._max_concurrency:
             reason = f"{self._held.most:,} bytes hold no more samples"
-            if controller.limit(self._most_concurrency, reason):
+            if controller.limit(self._max_concurrency, reason):
                 self._round = None
         now, current = time.perf_counter(), self._round
         if not is_busy or current is None:
-            # After a change, the first reads still overlap with those of before.
+            # After a change, the first reads still overlap with earlier ones.
             is_settled = not self._has_changed
             self._round = _Round(now, failures, is_settled) if is_busy else None
             return controller.value
@@ -147,8 +146,8 @@ class Tuner:
         current.reads += 1
         current.seconds += now - began
         current.starved += not len(self.ready)
-        is_long = now - current.began >= _SECONDS_OF_READS
-        if is_long and current.reads >= max(_READS, controller.value // 2):
+        is_long = now - current.began >= _MIN_READ_SECONDS
+        if is_long and current.reads >= max(_MIN_READS, controller.value // 2):
             seen = Observation(
                 rate=controller.value * current.reads / current.seconds,
                 waited=current.starved / current.reads,
@@ -165,9 +164,9 @@ class Tuner:
         return self._fitted(window)
 
     def note_batch(self, batch: Any, window: Window, waited: float) -> Window:
-        """Note that a batch (or None) was delivered; return the window from now on.
+        """Record a delivered batch, or None; return the window from now on.
 
-        The consumer has ``waited`` so many seconds so far.
+        ``waited`` are the consumer's seconds in this iteration so far.
         """
         now = time.perf_counter()
         if batch is not None:
@@ -175,14 +174,14 @@ class Tuner:
         self._taken += 1
         if self._taken == 1:
             self._period = now, 1, waited
-        if not self._taken % _LOOK:
-            self._look_at_memory()
+        if not self._taken % _MEMORY_CHECK_EVERY:
+            self._check_memory()
         if window.is_lazy:
             return window
         began, first, before = self._period
         seconds, taken = now - began, self._taken - first
-        is_long = taken >= max(_BATCHES, 2 * window.batches)
-        if self.prefetch and is_long and seconds >= _SECONDS_OF_BATCHES:
+        is_long = taken >= max(_MIN_BATCHES, 2 * window.batches)
+        if self.prefetch and is_long and seconds >= _MIN_BATCH_SECONDS:
             self._period = now, self._taken, waited
             if self.concurrency is None or not self.concurrency.is_trying:
                 rate, share = taken / seconds, (waited - before) / seconds
@@ -190,7 +189,7 @@ class Tuner:
         return self._fitted(window)
 
     def _fitted(self, window: Window) -> Window:
-        """Return the chosen window, limited to the bytes that may be held."""
+        """Return the window by the controllers' values and the held bytes."""
         batches, samples, most = window.batches, window.samples, sys.maxsize
         prefetch, reading = self.prefetch, self.concurrency
         if self._held.greatest or self.prefetch_bytes is not None:
@@ -207,16 +206,16 @@ class Tuner:
         return replace(window, batches=batches, samples=samples, most=most)
 
     def _limit(self, most: int) -> None:
-        """Limit all controllers to what fits."""
-        concurrency, prefetch = self._hard
+        """Limit all controllers to the bytes that may be held, ``most`` batches."""
+        concurrency, prefetch = self._bounds
         samples = self._held.most * self.batch_size // self._held.greatest
-        self._most_concurrency = max(1, min(concurrency, samples))
+        self._max_concurrency = max(1, min(concurrency, samples))
         if self.prefetch is not None:
             fitting = min(prefetch, max(1, most - self._on_device) // self.readers)
             reason = f"{self._held.most:,} bytes hold {most} batches"
             self.prefetch.limit(fitting, reason)
 
-    def _look_at_memory(self) -> None:
+    def _check_memory(self) -> None:
         """Limit the held bytes to half of the memory that this process could use."""
         left = memory_left() // 2
         given = self.prefetch_bytes

@@ -1,14 +1,12 @@
 """Shared memory between two processes: slots that batches are written into, in place.
 
-An anonymous memory file, grown by its writer and mapped by both. A byte per slot in the
-first page says which side has it: the writer takes free slots, the reader frees a slot
-when the last view of its batch is dropped. That is one store to memory, safe in any
-finalizer. There is no wake-up and no polling: a writer without a free slot adds one. A
-slot that the reader has page-locked keeps its pages, which a device may know.
+A worker writes an anonymous memory file, and both processes map it. The first page has
+a state byte per slot: the writer takes free slots, and the reader frees a slot when the
+last view of its batch is dropped, with one store that is safe in any finalizer. Neither
+side waits: a writer without a free slot adds one.
 
-The first page also has the batches that its writer, a worker, is making: ticket, stage
-and start of each. Stores of eight bytes need no lock and no message, and the reader
-finds them there after the writer's death.
+The first page also lists the batches that the worker is making (ticket, stage, start).
+The reader finds them there after the worker's death.
 """
 
 import mmap
@@ -27,23 +25,24 @@ from aioloader._base.machine import memory_left
 from aioloader._transport.slots import LockableMap, Locker, Slot, rounded
 from aioloader.errors import BatchTooLargeError
 
-# The first page: a state per slot, then the table of batches in the making.
+# The first page: a state per slot, then the table of batches in flight.
 _PAGE = mmap.PAGESIZE
-PLACES, FIELDS = 32, 3
-_MOST_SLOTS = _PAGE - PLACES * FIELDS * 8
-# Free, with pages that may be returned; taken; free and locked; locked and given up.
+MAX_IN_FLIGHT, FIELDS = 32, 3
+_MAX_SLOTS = _PAGE - MAX_IN_FLIGHT * FIELDS * 8
+# Free; taken; free and page-locked, so that its pages must stay; too small, for the
+# reader to unlock.
 _FREE, _TAKEN, _LOCKED, _RETIRED = range(4)
 # Free slots not needed for this many batches return their pages.
-_IDLE = 64
+_IDLE_BATCHES = 64
 # Slots are added in segments of at most this many: a mapping costs a descriptor (before
 # Python 3.13), and unwritten pages cost nothing.
-_MOST_ADDED = 8
-# Below this size the available memory is not checked.
-_BIG = 1 << 28
+_MAX_ADDED = 8
+# Slots from this size on are added only if the machine has the memory.
+_MIN_CHECKED = 1 << 28
 
 
 class SlotRef(NamedTuple):
-    """A slot in its file: its number, first byte and size in bytes."""
+    """A slot of an arena: its number, first byte in the file, and size in bytes."""
 
     number: int
     start: int
@@ -51,7 +50,7 @@ class SlotRef(NamedTuple):
 
 
 class InFlight(NamedTuple):
-    """A ticket that a worker has taken, its stage, and how many seconds ago."""
+    """A batch that a worker is making: ticket, stage, and age in seconds."""
 
     ticket: int
     stage: int
@@ -75,43 +74,43 @@ class _SlotEntry:
 
 
 class Table:
-    """The batches that a worker is making; in memory that outlives it."""
+    """The batches that a worker is making, a row each; the memory outlives it."""
 
-    descriptor: int  # of this memory
-    _cells: memoryview  # of a page
+    descriptor: int  # of the file with the table
+    _cells: memoryview  # of int64
 
-    def begin(self, place: int, ticket: int) -> None:
-        cell = place * FIELDS
+    def begin(self, row: int, ticket: int) -> None:
+        cell = row * FIELDS
         self._cells[cell + 1] = 0
         self._cells[cell + 2] = time.monotonic_ns()
-        self._cells[cell] = ticket + 1  # last: it makes the place valid
+        self._cells[cell] = ticket + 1  # last: it makes the row valid
 
-    def enter(self, place: int, stage: int) -> None:
-        self._cells[place * FIELDS + 1] = stage
+    def enter(self, row: int, stage: int) -> None:
+        self._cells[row * FIELDS + 1] = stage
 
-    def clear(self, place: int) -> None:
-        self._cells[place * FIELDS] = 0
+    def clear(self, row: int) -> None:
+        self._cells[row * FIELDS] = 0
 
     def in_flight(self) -> list[InFlight]:
-        """Return the tickets that the worker has, the oldest first."""
+        """Return the batches in flight, by ticket."""
         cells, now = self._cells, time.monotonic_ns()
         return sorted(
-            InFlight(cells[at] - 1, cells[at + 1], (now - cells[at + 2]) / 1e9)
-            for at in range(0, len(cells), FIELDS)
-            if cells[at]
+            InFlight(cells[cell] - 1, cells[cell + 1], (now - cells[cell + 2]) / 1e9)
+            for cell in range(0, len(cells), FIELDS)
+            if cells[cell]
         )
 
     def close(self) -> None:
-        """Close the file; mappings, and views, stay valid. Idempotent."""
+        """Close the descriptor; mappings and views stay valid. Idempotent."""
         descriptor, self.descriptor = self.descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
 
 
 class _Side(Table):
-    """Either side: it has the first page. Without a descriptor it makes the file."""
+    """Either side of an arena. It maps the first page, and creates a missing file."""
 
-    _locked: Container[int]  # the slots that the reader has locked, as far as known
+    _locked: Container[int]  # the page-locked slots that this side knows of
 
     def __init__(self, descriptor: int | None = None) -> None:
         is_new = descriptor is None
@@ -125,15 +124,15 @@ class _Side(Table):
         except BaseException:
             self.close()
             raise
-        self._cells = memoryview(self._states)[_MOST_SLOTS:].cast("q")
+        self._cells = memoryview(self._states)[_MAX_SLOTS:].cast("q")
 
     def free(self, ref: SlotRef) -> None:
-        """Free a slot: of a batch that is not sent, or of a sent one."""
+        """Free a slot: the writer before it is sent, the reader afterwards."""
         self._states[ref.number] = _LOCKED if ref.number in self._locked else _FREE
 
 
 class ArenaWriter(_Side):
-    """The side that takes and fills slots; used from any thread."""
+    """The worker's side, which takes and fills slots; for any thread."""
 
     def __init__(self, descriptor: int | None = None) -> None:
         super().__init__(descriptor)
@@ -147,15 +146,15 @@ class ArenaWriter(_Side):
     def take(self, nbytes: int) -> tuple[SlotRef, Slot]:
         """Take a slot of at least ``nbytes``, adding one if none is free.
 
-        Write to the view only until the reference is sent. While the view or a
-        ``memoryview`` of it is kept after that, the slot is not taken again.
+        Write to the view only until the reference is sent. The slot is not reused while
+        the view, or a ``memoryview`` of it, is alive.
 
         Raises:
             BatchTooLargeError: If the machine has no memory for it.
         """
         with self._lock:
             self._clock += 1
-            if not self._clock % _IDLE:
+            if not self._clock % _IDLE_BATCHES:
                 self._empty_idle()
             for slot in self._slots:
                 if slot.ref.size >= nbytes and self._is_free(slot):
@@ -177,64 +176,60 @@ class ArenaWriter(_Side):
     def _add(self, nbytes: int) -> _SlotEntry:
         self._drop_smaller(nbytes)
         size = rounded(nbytes)
-        if size >= _BIG and size > (left := memory_left()):
+        if size >= _MIN_CHECKED and size > (left := memory_left()):
             raise _too_large(size, left)
         alike = sum(slot.ref.size == size for slot in self._slots)
-        number = min(max(1, alike), _MOST_ADDED, _MOST_SLOTS - self._count)
-        if not number:
+        count = min(max(1, alike), _MAX_ADDED, _MAX_SLOTS - self._count)
+        if not count:
             raise MemoryError(
-                f"more than {_MOST_SLOTS} batches of one worker are in use"
+                f"more than {_MAX_SLOTS} batches of one worker are in use"
             )
         try:
-            os.ftruncate(self.descriptor, self._end + number * size)
-            memory = mmap.mmap(self.descriptor, number * size, offset=self._end)
+            os.ftruncate(self.descriptor, self._end + count * size)
+            memory = mmap.mmap(self.descriptor, count * size, offset=self._end)
         except (OSError, OverflowError) as error:  # by a limit of the process, say
             raise _too_large(size, memory_left(), f" ({error})") from error
-        for offset in range(0, number * size, size):
+        for offset in range(0, count * size, size):
             ref = SlotRef(self._count, self._end, size)
             self._slots.append(_SlotEntry(ref, memory, offset))
             self._count += 1
             self._end += size
-        return self._slots[-number]
+        return self._slots[-count]
 
     def _drop_smaller(self, nbytes: int) -> None:
-        """Give up free slots that are too small since batches have grown."""
+        """Drop free slots that are too small because batches have grown."""
         for slot in self._slots[:]:
             if slot.ref.size < nbytes and self._is_free(slot):
                 self._slots.remove(slot)
                 if self._states[slot.ref.number] == _LOCKED:
-                    self._states[slot.ref.number] = _RETIRED  # the reader unlocks it
+                    self._states[slot.ref.number] = _RETIRED
                 else:
                     slot.drop_pages()
 
     def _empty_idle(self) -> None:
         for slot in self._slots:
-            is_idle = slot.used_at < self._clock - _IDLE and self._is_free(slot)
+            is_idle = slot.used_at < self._clock - _IDLE_BATCHES and self._is_free(slot)
             if is_idle and self._states[slot.ref.number] == _FREE:
                 slot.drop_pages()
 
 
 class ArenaReader(_Side):
-    """The side that reads in place and frees slots when their views are dropped.
-
-    ``locker`` page-locks slots when they are first leased.
-    """
+    """The loader's side: reads in place, and frees the slots of dropped batches."""
 
     def __init__(
         self, descriptor: int | None = None, *, locker: Locker | None = None
     ) -> None:
         super().__init__(descriptor)
-        self._locker = locker
+        self._locker = locker  # page-locks slots when they are first leased
         self._locked: dict[int, SlotRef] = {}
         self._segments: list[tuple[int, LockableMap]] = []  # first byte, and mapping
         self._pid = os.getpid()
-        self.lent: set[int] = set()  # slots; any thread may return one
+        self.lent: set[int] = set()  # numbers of slots in use; for any thread
 
     def lease(self, ref: SlotRef, nbytes: int) -> Slot:
-        """Return the first ``nbytes`` of a slot that was sent.
+        """Return the first ``nbytes`` of a slot that the writer sent.
 
-        The array, or a ``memoryview`` of it, keeps the slot; a numpy view of the array
-        alone does not.
+        The slot is freed with the last array, tensor or ``memoryview`` over them.
         """
         first, memory = self._segment_of(ref)
         if self._locker is not None and ref.number not in self._locked:
@@ -255,7 +250,7 @@ class ArenaReader(_Side):
                 memory.madvise(mmap.MADV_REMOVE, ref.start - first, ref.size)
 
     def _segment_of(self, ref: SlotRef) -> tuple[int, LockableMap]:
-        """Return the mapping of a slot; a new one extends to the file's end."""
+        """Return the mapping of a slot, and its first byte in the file."""
         for first, memory in self._segments:
             if first <= ref.start and ref.start + ref.size <= first + len(memory):
                 return first, memory

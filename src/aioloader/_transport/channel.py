@@ -1,8 +1,8 @@
 """Frames between processes: whole messages on a private socket pair, with descriptors.
 
 ``SOCK_SEQPACKET`` preserves message boundaries, lets several readers share one end
-(each message goes to one of them), and reports the end of the other side as an empty
-message after all of its messages.
+(each message goes to one of them), and reports the peer's end as an empty message after
+all of its messages.
 """
 
 import array
@@ -16,13 +16,13 @@ from collections.abc import Sequence
 
 # A larger frame is written to a memory file, whose descriptor is sent.
 MAX_INLINE = 1 << 16
-# Of one frame; a large frame has one more, of its file.
+# Descriptors of one frame; a large frame has one more, of its file.
 MAX_DESCRIPTORS = 31
 # Room for frames that are not read yet; the kernel may grant less.
 _BUFFER_BYTES = 1 << 21
 _INLINE, _IN_FILE = b"\0", b"\1"
-# Before a frame in a pipe. The kernel keeps small ones whole, even if several processes
-# write or one is killed, and one read returns all that are there.
+# The length of a frame, before it in a pipe. The kernel keeps small writes whole, even
+# if several processes write or one is killed, and one read returns all of them.
 _SIZE = struct.Struct("<H")
 if hasattr(socket, "MSG_CMSG_CLOEXEC"):  # Linux: elsewhere there are no channels
     # As plain integers: an enum's `|` costs as much as the call.
@@ -32,33 +32,30 @@ if hasattr(socket, "MSG_CMSG_CLOEXEC"):  # Linux: elsewhere there are no channel
 else:
     _CLOSE_ON_EXEC = NO_WAIT = _SPACE = 0
 
-# Kept for the life of a child process, which exits without collecting anything.
+# Keeps the channels of a child process open until it exits.
 _ADOPTED: list["Channel"] = []
 
 
 class Channel(socket.socket):
-    """One end of a channel: a connected ``SOCK_SEQPACKET``."""
+    """One end of a connected ``SOCK_SEQPACKET``."""
 
     # No ResourceWarning: a worker process ends without unwinding.
     __del__ = socket.socket.close
 
     @classmethod
     def pair(cls) -> tuple["Channel", "Channel"]:
-        """Return the ends of a new channel; the first one, the loader's, never blocks.
-
-        Each has its own owner.
-        """
+        """Return a loader's end, which never blocks, and a worker's, which does."""
         pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        one, other = [cls(fileno=end.detach()) for end in pair]
-        for end in (one, other):
+        loader_end, worker_end = [cls(fileno=end.detach()) for end in pair]
+        for end in (loader_end, worker_end):
             # Whatever socket.setdefaulttimeout() says.
-            end.setblocking(end is other)
+            end.setblocking(end is worker_end)
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
-        return one, other
+        return loader_end, worker_end
 
     @classmethod
     def adopt(cls, descriptor: int) -> "Channel":
-        """Return a channel over a descriptor that was inherited or received."""
+        """Return the channel of a descriptor that was inherited or received."""
         channel = cls(fileno=descriptor)
         channel.setblocking(True)  # noqa: FBT003  (its only argument)
         _ADOPTED.append(channel)
@@ -68,7 +65,7 @@ class Channel(socket.socket):
         """Send a frame with copies of ``descriptors``; return whether there was room.
 
         Raises:
-            OSError: If the other end is gone (``EPIPE``, ``ECONNRESET``).
+            OSError: If the peer is gone (``EPIPE``, ``ECONNRESET``).
         """
         try:
             if len(frame) > MAX_INLINE:
@@ -95,17 +92,17 @@ class Channel(socket.socket):
     ) -> tuple[bytes | memoryview, list[int]] | None:
         """Return the next frame and its descriptors, now owned by the caller.
 
-        None if there is none yet, on an end that never blocks or with ``NO_WAIT``.
+        None if there is no frame yet and the call does not block.
 
         Raises:
-            EOFError: If the other end is gone and all its frames have been read.
+            EOFError: If the peer is gone and all its frames have been read.
         """
         flags |= _CLOSE_ON_EXEC
         try:
             try:
                 data, extra, _, _ = self.recvmsg(MAX_INLINE + 1, _SPACE, flags)
             except ConnectionResetError:
-                # It left our frames unread: reported once, before its own frames.
+                # The peer left our frames unread: reported once, before its frames.
                 data, extra, _, _ = self.recvmsg(MAX_INLINE + 1, _SPACE, flags)
         except BlockingIOError:
             return None
@@ -121,11 +118,7 @@ class Channel(socket.socket):
             os.close(file)
 
     def pause(self, seconds: float | None) -> None:
-        """Sleep; None: forever.
-
-        Raises:
-            EOFError: As soon as the other end is gone.
-        """
+        """Sleep, forever if None; raise ``EOFError`` as soon as the peer is gone."""
         poll = select.poll()
         poll.register(self, 0)  # hanging up is reported in any case
         if poll.poll(None if seconds is None else seconds * 1000):
@@ -133,7 +126,7 @@ class Channel(socket.socket):
 
 
 def write_small(pipe: int, frame: bytes) -> bool:
-    """Write a small frame to a pipe; return whether there was room."""
+    """Write a frame to a pipe if it is small and there is room; tell whether it did."""
     with contextlib.suppress(BlockingIOError):
         if len(frame) + _SIZE.size <= select.PIPE_BUF:
             os.write(pipe, _SIZE.pack(len(frame)) + frame)
@@ -144,11 +137,11 @@ def write_small(pipe: int, frame: bytes) -> bool:
 def read_small(pipe: io.FileIO, rest: bytes) -> tuple[list[memoryview], bytes]:
     """Return the frames that have arrived, and the rest: the beginning of the next."""
     rest += pipe.read(MAX_INLINE) or b""
-    frames, view, at = list[memoryview](), memoryview(rest), 0
-    while len(rest) >= (start := at + _SIZE.size):
-        end = start + _SIZE.unpack_from(rest, at)[0]
+    frames, view, used = list[memoryview](), memoryview(rest), 0
+    while len(rest) >= (start := used + _SIZE.size):
+        end = start + _SIZE.unpack_from(rest, used)[0]
         if end > len(rest):
             break
         frames.append(view[start:end])
-        at = end
-    return frames, rest[at:]
+        used = end
+    return frames, rest[used:]

@@ -1,9 +1,8 @@
 """Encode objects as a small header and raw buffers, and back (pickle protocol 5).
 
-Arrays, and other objects that the sender's reducers turn into buffers, go out of band:
-the header refers to them, and the sender decides where to put them (``lay_out``). Plain
-pickle is tried first; objects that it refuses (lambdas, local classes, classes of
-``__main__``) are pickled by value.
+Arrays, and other objects that the sender's reducers turn into buffers, go out of band;
+the sender decides where to put them (``lay_out``). Objects that plain pickle refuses
+(lambdas, local classes, classes of ``__main__``) are pickled by value.
 """
 
 import contextlib
@@ -24,53 +23,48 @@ from typing import Any, TypeAlias
 Reducers: TypeAlias = Mapping[type, Callable[[Any], Any]]
 Buffers: TypeAlias = list[pickle.PickleBuffer]
 Extent: TypeAlias = tuple[int, int]  # first byte, and size
-PendingCopies: TypeAlias = list[tuple[int, memoryview]]  # to which first byte
+PendingCopies: TypeAlias = list[tuple[int, memoryview]]  # destination, and source
 
-# Of values that go to the loader's own workers, in memory, and into no other pickle.
+# Reducers of values that may go to the loader's own workers, but into no other pickle.
 ONLY_TO_WORKERS: dict[type, Callable[[Any], Any]] = {}
 
 # Smaller buffers stay in the header, which is cheaper.
-LEAST_BYTES = 1 << 9
-# Alignment of buffers, enough for every type.
-ALIGN = 64
+MIN_BUFFER_BYTES = 1 << 9
+ALIGN = 64  # of buffers, in bytes: enough for every type
 
 
 def encode(
-    value: Any, reducers: Reducers, least_bytes: int = LEAST_BYTES
+    value: Any, reducers: Reducers, min_bytes: int = MIN_BUFFER_BYTES
 ) -> tuple[bytes, Buffers]:
     """Return ``value`` as a header and the buffers it refers to.
 
-    It accepts the same objects as a queue of ``multiprocessing``. ``reducers`` are by
-    exact type, as for ``copyreg``; buffers of less than ``least_bytes`` stay in the
-    header.
-
-    Raises:
-        Exception: Any error of pickling it by value.
+    It accepts the same objects as a ``multiprocessing`` queue. ``reducers`` are by
+    exact type; buffers of less than ``min_bytes`` stay in the header.
     """
     known = ForkingPickler._extra_reducers  # type: ignore[attr-defined]  # noqa: SLF001  (torch's are there)
     try:
         return _dump(
             pickle.Pickler,
             value,
-            least_bytes,
+            min_bytes,
             {**copyreg.dispatch_table, **known, **reducers},
         )
     except (pickle.PicklingError, AttributeError, TypeError):
-        return encode_by_value(value, reducers, least_bytes)
+        return encode_by_value(value, reducers, min_bytes)
 
 
-def encode_for_others(
-    value: Any, reducers: Reducers, least_bytes: int = LEAST_BYTES
+def encode_portable(
+    value: Any, reducers: Reducers, min_bytes: int = MIN_BUFFER_BYTES
 ) -> tuple[bytes, Buffers]:
-    """Encode for a process that lacks some of our modules: those by value, if named."""
-    header, buffers = encode(value, reducers, least_bytes)
+    """Encode for any process: by value if it refers to a module that may be missing."""
+    header, buffers = encode(value, reducers, min_bytes)
     if any(name.encode() in header for name in _modules_by_value()):
-        return encode_by_value(value, reducers, least_bytes)
+        return encode_by_value(value, reducers, min_bytes)
     return header, buffers
 
 
 def encode_by_value(
-    value: Any, reducers: Reducers, least_bytes: int = LEAST_BYTES
+    value: Any, reducers: Reducers, min_bytes: int = MIN_BUFFER_BYTES
 ) -> tuple[bytes, Buffers]:
     """Encode for a process that has another ``__main__`` or lacks our modules."""
     import cloudpickle
@@ -78,30 +72,30 @@ def encode_by_value(
     table = ChainMap(dict(reducers), _BY_VALUE, cloudpickle.Pickler.dispatch_table)
     # A new class: the pickler reads the table of its class when it is made.
     pickler = type("ByValue", (cloudpickle.Pickler,), {"dispatch_table": table})
-    return _dump(pickler, value, least_bytes)
+    return _dump(pickler, value, min_bytes)
 
 
 def _modules_by_value() -> set[str]:
-    """Return the names of the modules whose parts are pickled by value."""
+    """Return the names of the modules whose objects are pickled by value."""
     import cloudpickle
 
     return {"__main__", *cloudpickle.list_registry_pickle_by_value()}
 
 
 def _reduce_cached(function: Any) -> Any:
-    """Reduce a function with a cache to its parts, unless it can be imported."""
+    """Reduce an ``lru_cache`` function to its parts, unless it can be imported."""
     module: str = function.__module__
     try:
-        found = operator.attrgetter(function.__qualname__)(sys.modules.get(module))
+        imported = operator.attrgetter(function.__qualname__)(sys.modules.get(module))
     except AttributeError:  # it is local, or has another name
-        found = None
-    is_sent = any(f"{module}.".startswith(f"{one}.") for one in _modules_by_value())
-    if found is function and not is_sent:
+        imported = None
+    is_sent = any(f"{module}.".startswith(f"{name}.") for name in _modules_by_value())
+    if imported is function and not is_sent:
         return function.__reduce__()
-    return _cache_again, (function.__wrapped__, function.cache_parameters())
+    return _with_cache, (function.__wrapped__, function.cache_parameters())
 
 
-def _cache_again(function: Callable[..., Any], parameters: dict[str, Any]) -> Any:
+def _with_cache(function: Callable[..., Any], parameters: dict[str, Any]) -> Any:
     return functools.lru_cache(**parameters)(function)
 
 
@@ -112,11 +106,11 @@ def _reduce_property(value: functools.cached_property[Any]) -> Any:
 def _name_of_global(value: object) -> str | None:
     """Return the name of ``value`` in a module that is pickled by value, or None.
 
-    It is a global, an attribute of a class, or a part of an event or queue.
+    It may be a global, an attribute of a class, or a part of an event or queue.
     """
     modules, seen = _modules_by_value(), set[int]()
     spaces = [vars(sys.modules[name]) for name in modules if name in sys.modules]
-    for space in spaces:  # their number grows
+    for space in spaces:  # the loop adds classes, events and queues
         for name, part in list(space.items()):
             if part is value:
                 return name
@@ -129,14 +123,14 @@ def _name_of_global(value: object) -> str | None:
 
 
 def _reduce_global(make: Callable[[], object], value: Any) -> Any:
-    """Reduce a lock or the like of the user's module: another process has its own.
+    """Reduce a module's global lock or the like: the other process creates its own.
 
-    An attribute of a dataset is refused, as ``pickle`` does.
+    Elsewhere, as in a dataset's attribute, it is refused as by ``pickle``.
     """
     name = _name_of_global(value)
     if name is None:
         return value.__reduce_ex__(5)
-    if repr(value).startswith("<locked"):  # not all have a method
+    if repr(value).startswith("<locked"):  # an RLock has no ``locked``
         raise pickle.PicklingError(f"{name} is held: release it before you iterate")
     return make, ()
 
@@ -149,7 +143,7 @@ def _reduce_variable(variable: "contextvars.ContextVar[Any]") -> Any:
     return _reduce_global(make, variable)
 
 
-# What cloudpickle refuses, or would look up by name; ``singledispatch`` has the last.
+# Types that cloudpickle refuses or looks up by name. ``singledispatch`` uses the last.
 _BY_VALUE: dict[type, Callable[[Any], Any]] = {
     functools._lru_cache_wrapper: _reduce_cached,  # noqa: SLF001  (it has no other name)
     functools.cached_property: _reduce_property,
@@ -164,13 +158,13 @@ _BY_VALUE: dict[type, Callable[[Any], Any]] = {
 def _dump(
     pickler_class: Callable[..., Any],
     value: Any,
-    least_bytes: int,
+    min_bytes: int,
     table: Reducers | None = None,
 ) -> tuple[bytes, Buffers]:
     file, buffers = io.BytesIO(), Buffers()
 
     def is_in_band(buffer: pickle.PickleBuffer) -> bool:
-        if buffer.raw().nbytes < least_bytes:
+        if buffer.raw().nbytes < min_bytes:
             return True
         buffers.append(buffer)
         return False
@@ -183,28 +177,28 @@ def _dump(
 
 
 def decode(header: bytes | memoryview, buffers: Sequence[Any] = ()) -> Any:
-    """Return an encoded object; its arrays are views that keep ``buffers`` alive."""
+    """Return the object; its arrays are views that keep ``buffers`` alive."""
     return pickle.loads(header, buffers=buffers)  # noqa: S301  (our own processes)
 
 
 def lay_out(
-    raws: Sequence[memoryview], addresses: Sequence[int], at: int
+    raws: Sequence[memoryview], addresses: Sequence[int], end: int
 ) -> tuple[list[Extent], PendingCopies, int]:
-    """Lay buffers out from byte ``at`` on; those that share memory stay together.
+    """Lay buffers out from byte ``end`` on; overlapping ones still overlap.
 
     Tensors may be views of the same memory, such as the inputs and targets of a
-    language model. Overlapping parts are copied once, so that the tensors share memory
-    at the receiver too, as in torch. Costs as much as a sort.
+    language model. Each byte is copied once, so that they share memory at the receiver,
+    too, as in torch.
 
     Args:
         raws: The buffers, of shape ``(nbytes,)``.
-        addresses: The address of each; 0: keep it separate from others.
-        at: The first free byte.
+        addresses: The address of each; 0: a buffer that shares no memory.
+        end: The first free byte.
 
     Returns:
-        The place of each, what to copy in that order, and the first byte after all.
+        The extent of each, the copies to do in this order, and the next free byte.
     """
-    places: list[Extent] = [(0, 0)] * len(raws)
+    extents: list[Extent] = [(0, 0)] * len(raws)
     copies: PendingCopies = []
     start = first = last = 0  # of a block of memory: its place, its addresses
     for k in sorted(range(len(raws)), key=addresses.__getitem__):
@@ -214,21 +208,21 @@ def lay_out(
             if address + nbytes > last:
                 copies.append((start + last - first, raw[last - address :]))
                 last = address + nbytes
-                at = place + nbytes
+                end = place + nbytes
         else:
-            place = aligned(at) + address % ALIGN
+            place = aligned(end) + address % ALIGN
             if address:
                 start, first, last = place, address, address + nbytes
             copies.append((place, raw))
-            at = place + nbytes
-        places[k] = place, nbytes
-    return places, copies, aligned(at)
+            end = place + nbytes
+        extents[k] = place, nbytes
+    return extents, copies, aligned(end)
 
 
-def do_overlap(spans: Sequence[Extent]) -> bool:
-    """Tell whether any two spans of memory overlap."""
+def overlap(extents: Sequence[Extent]) -> bool:
+    """Tell whether any two parts of memory overlap."""
     last = 0
-    for address, nbytes in sorted(spans):
+    for address, nbytes in sorted(extents):
         if address < last:
             return True
         last = address + nbytes

@@ -1,10 +1,9 @@
-"""Memory that a loader lends to a worker, without Linux's own calls.
+"""Shared memory that a loader lends to a worker, on any operating system.
 
-A segment has no name once it is made, but a descriptor that is sent; on Windows it has
-a name as long as a process maps it. So none is left, however the processes end. The
-loader makes them, lends one with a request, and gets it back when the last view of the
-batch is dropped. A batch for which there is none, or no room, travels by pipe; the next
-ones are then larger.
+The loader creates segments and sends one with a request. It is free again when the last
+view of its batch is dropped. A batch that fits into no segment travels by pipe, and the
+next segments are larger. Segments are nameless (on Windows, named while they are
+mapped), so none is left, however the processes end.
 """
 
 import collections
@@ -23,23 +22,23 @@ import numpy as np
 
 from aioloader._base.forks import fork_safe
 from aioloader._base.machine import memory_left
-from aioloader._transport.arena import FIELDS, PLACES, SlotRef, Table
+from aioloader._transport.arena import FIELDS, MAX_IN_FLIGHT, SlotRef, Table
 from aioloader._transport.slots import LockableMap, Locker, Slot, rounded
 
-# How another process finds a segment: by a descriptor, or by a name on Windows.
+# How another process maps a segment: by a descriptor, or by a name on Windows.
 Handle: TypeAlias = int | str
-# Numbers of "slots" that are not in a segment: their bytes follow the frame.
+# Slots from this number on are not in a segment: their bytes follow the frame.
 PIPED = 1 << 40
-# Sizes grow by this factor at least, so that those which are too small are few.
+# Segments grow at least by this factor, so that few of them are too small.
 _GROWTH = 1.5
 _NAMES = itertools.count()
-# Windows has no `pwrite`: what is written in order goes where the file is at.
-write_at: Any = getattr(os, "pwrite", lambda file, data, _at: os.write(file, data))
+# Windows has no `pwrite`: callers write in order, so the file's position is the offset.
+write_at: Any = getattr(os, "pwrite", lambda file, data, _offset: os.write(file, data))
 _CAN_SEND = sys.platform == "win32" or hasattr(socket, "CMSG_LEN")
 
 
 def new_segment(nbytes: int) -> tuple[LockableMap, Handle]:
-    """Return a mapping, and its handle; a descriptor is the caller's.
+    """Return the mapping of a new segment, and its handle, which the caller owns.
 
     Raises:
         OSError: If there is no room, or no descriptor.
@@ -47,10 +46,10 @@ def new_segment(nbytes: int) -> tuple[LockableMap, Handle]:
     if sys.platform == "win32":
         name = f"aioloader-{os.getpid()}-{next(_NAMES)}"
         return LockableMap(-1, nbytes, tagname=name), name
-    descriptor = _memory()
+    descriptor = _unnamed_memory()
     try:
         os.ftruncate(descriptor, nbytes)
-        if hasattr(os, "posix_fallocate"):  # else a write to a full disk is fatal
+        if hasattr(os, "posix_fallocate"):  # without it, a full disk kills the writer
             os.posix_fallocate(descriptor, 0, nbytes)
         return LockableMap(descriptor, nbytes), descriptor
     except BaseException:
@@ -59,7 +58,7 @@ def new_segment(nbytes: int) -> tuple[LockableMap, Handle]:
 
 
 def attach(handle: Handle, nbytes: int) -> mmap.mmap:
-    """Map a segment of another process; a descriptor is closed."""
+    """Map a segment of another process, and close its descriptor."""
     if isinstance(handle, str):
         return mmap.mmap(-1, nbytes, tagname=handle)  # type: ignore[call-arg,unused-ignore]
     try:
@@ -79,11 +78,11 @@ def unnamed_file() -> int:
 def table_in(descriptor: int) -> memoryview:
     """Return the cells of a ``Table`` in a file."""
     memory = mmap.mmap(descriptor, mmap.PAGESIZE)
-    return memoryview(memory)[: PLACES * FIELDS * 8].cast("q")
+    return memoryview(memory)[: MAX_IN_FLIGHT * FIELDS * 8].cast("q")
 
 
-def _memory() -> int:
-    """Return the descriptor of memory without a name."""
+def _unnamed_memory() -> int:
+    """Return the descriptor of shared memory without a name."""
     with contextlib.suppress(AttributeError, OSError):
         return os.memfd_create("aioloader-segment")
     import _posixshmem  # type: ignore[import-not-found]
@@ -96,10 +95,10 @@ def _memory() -> int:
 
 
 class Lender(Table):
-    """The loader's side: lends segments to one process, and reads batches in place.
+    """The loader's side: lends segments to one worker, and reads batches in place.
 
-    ``locker`` page-locks them. ``lend`` is for one thread, ``arrive`` and ``lease`` for
-    another one at a time; slots are returned by any.
+    One thread calls ``lend``, and one at a time ``arrive`` and ``lease``; any thread
+    may drop a batch. ``locker`` page-locks the segments.
     """
 
     def __init__(self, locker: Locker | None = None) -> None:
@@ -110,31 +109,31 @@ class Lender(Table):
         self._lock = fork_safe(threading.Lock())
         self._segments: dict[int, LockableMap] = {}
         self._free: collections.deque[int] = collections.deque()
-        self._there: set[int] = set()  # those that the process may use
+        self._at_worker: set[int] = set()  # segments that the worker may fill
         self._numbers = itertools.count()
-        self._wanted = 0  # bytes of the largest batch that did not fit into a frame
+        self._needed = 0  # size of new segments; 0: no batch has come by pipe
         self._piped = memoryview(b"")
         self._pid = os.getpid()
         self.lent: set[int] = set()  # as in ``ArenaReader``
 
     def lend(self, most: int) -> tuple[int, int, Handle | None] | None:
-        """Return the number and size of a segment for the process, if it needs one.
+        """Return number, size and handle of a segment, if the worker needs one.
 
-        With a handle if it is a new one, now the caller's. The process needs no more
-        than ``most``.
+        The caller owns the handle, which only a new segment has. The worker needs at
+        most ``most`` segments.
         """
         with self._lock:
-            wanted = self._wanted
-            there = [k for k in self._there if len(self._segments[k]) >= wanted]
-            if not wanted or len(there) >= most:
+            needed = self._needed
+            lent = [k for k in self._at_worker if len(self._segments[k]) >= needed]
+            if not needed or len(lent) >= most:
                 return None
             while self._free:
                 number = self._free.popleft()
-                if len(self._segments[number]) >= wanted:
-                    self._there.add(number)
+                if len(self._segments[number]) >= needed:
+                    self._at_worker.add(number)
                     return number, len(self._segments[number]), None
                 del self._segments[number]  # unmapped with its last view
-        size = rounded(wanted)
+        size = rounded(needed)
         if size > memory_left() or not _CAN_SEND:
             return None
         try:
@@ -146,21 +145,21 @@ class Lender(Table):
         with self._lock:
             number = next(self._numbers)
             self._segments[number] = memory
-            self._there.add(number)
+            self._at_worker.add(number)
         return number, size, handle
 
     def arrive(self, ref: SlotRef, used: int, frame: memoryview) -> None:
-        """Note that a batch of so many bytes has come in a slot, or with its frame."""
+        """Note that a batch of ``used`` bytes has come in a slot or after its frame."""
         with self._lock:
             if ref.number < PIPED:
-                self._there.discard(ref.number)
+                self._at_worker.discard(ref.number)
             else:
                 self._piped = frame[-used:]
-                if used > self._wanted:
-                    self._wanted = max(used, int(_GROWTH * self._wanted))
+                if used > self._needed:
+                    self._needed = max(used, int(_GROWTH * self._needed))
 
     def lease(self, ref: SlotRef, nbytes: int) -> Slot:
-        """Return the first ``nbytes`` of a slot, as ``ArenaReader.lease`` does."""
+        """Do as ``ArenaReader.lease``; a piped batch is copied from its frame."""
         if ref.number >= PIPED:
             return Slot((nbytes,), np.uint8, bytearray(self._piped[:nbytes]))
         view = Slot((nbytes,), np.uint8, self._segments[ref.number])
@@ -169,7 +168,7 @@ class Lender(Table):
         return view
 
     def free(self, ref: SlotRef) -> None:
-        """Free the slot of a batch that nobody reads."""
+        """Free the slot of a batch that was dropped."""
         if ref.number < PIPED:
             self._free.append(ref.number)
 
@@ -187,13 +186,13 @@ class Borrower(Table):
         os.close(descriptor)
         self._lock = threading.Lock()
         self._maps: dict[int, mmap.mmap] = {}
-        self._views: dict[int, Any] = {}  # weak, of those that were sent
+        self._views: dict[int, Any] = {}  # weak references to the latest slots
         self._free: list[int] = []
         self._numbers = itertools.count(PIPED)
         self._piped: dict[int, Slot] = {}
 
     def add(self, number: int, size: int, handle: Handle | None) -> None:
-        """Take a segment that the loader has lent."""
+        """Add a segment that the loader has lent."""
         with self._lock:
             if handle is not None:
                 self._maps[number] = attach(handle, size)
@@ -224,7 +223,7 @@ class Borrower(Table):
                 del self._piped[ref.number]
 
     def piped(self, ref: SlotRef, used: int) -> memoryview:
-        """Return, once, what must follow the frame of a batch."""
+        """Return the bytes that must follow the frame of a batch; drop its slot."""
         if ref.number < PIPED:
             return memoryview(b"")
         with self._lock:

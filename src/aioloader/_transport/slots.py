@@ -1,12 +1,9 @@
 """Recycled memory for batches: a slot is free again when its last view is dropped.
 
-Fresh memory costs a page fault for every 4 KB, two to three times the copy into it. So
-a pool keeps the mappings of dropped batches and reuses them. A consumer that keeps its
-batches gets fresh memory: nothing stalls, nothing is shared.
-
-Memory can be page-locked, so that a device reads it in place. Locking takes
-milliseconds, so memory stays locked as long as its mapping. It is unlocked before it is
-unmapped, because a device's driver identifies memory by address.
+Fresh memory costs a page fault for every 4 KB, two to three times the copy into it, so
+a pool reuses the mappings of dropped batches. A consumer that keeps its batches gets
+fresh memory. Memory can be page-locked, so that a device reads it in place. Locking
+takes milliseconds, so memory stays locked as long as it is mapped.
 """
 
 import contextlib
@@ -23,23 +20,23 @@ import numpy as np
 class Slot(np.ndarray[Any, np.dtype[np.uint8]]):
     """Bytes that live as long as an array or a tensor over them.
 
-    A type of its own: a view refers to the last array of its own type, and so would
-    keep the mapping instead of the slot.
+    A subclass, because a numpy view of a view refers to the last array of its own type:
+    that must not be one below the slot.
     """
 
 
-# Returns a writable buffer of so many bytes, owned by the code that holds it.
+# Maps a size in bytes to a writable buffer, which lives as long as its references.
 Allocator: TypeAlias = Callable[[int], Any]
-# Page-locks whole pages for a device: from an address on, so many bytes, in any thread.
-# Returns what unlocks them, which is safe in finalizers; None if they are not locked.
+# Page-locks memory for a device, given its address and size; for any thread. Returns a
+# function that unlocks it, safe in finalizers; None if it is not locked.
 Locker: TypeAlias = Callable[[int, int], Callable[[], object] | None]
-# Below this the allocator of the C library recycles well enough by itself.
+# The C library recycles smaller buffers well enough by itself.
 MIN_BYTES = 1 << 18
-# Free mappings kept per size: 8, or so many bytes, as dozens of small batches may be
-# ahead; and bytes in total: more are free only after a consumer dropped many batches.
-_MOST_FREE = 8
-_MOST_SMALL_BYTES = 1 << 25
-_MOST_FREE_BYTES = 1 << 28
+# Free mappings kept per size: this many, or this many bytes, because dozens of small
+# batches may be in flight; and bytes of all sizes together.
+_MAX_FREE = 8
+_MAX_FREE_BYTES_PER_SIZE = 1 << 25
+_MAX_FREE_BYTES = 1 << 28
 # A forked child gets a copy.
 _PRIVATE: dict[str, Any] = {}
 if hasattr(mmap, "MAP_PRIVATE"):
@@ -63,37 +60,32 @@ class LockableMap(mmap.mmap):
     def unlock(self, start: int) -> None:
         self._unlocks.pop(start)()
 
-    def __del__(self) -> None:  # a weak reference's callback would come too late
+    # Before it is unmapped: a device's driver identifies memory by its address. A weak
+    # reference's callback would come too late.
+    def __del__(self) -> None:
         for unlock in self._unlocks.values():
             unlock()
 
 
 @dataclass(eq=False, repr=False)
 class SlotPool:
-    """Lease memory by size, in steps of an eighth, so that batch sizes may vary."""
+    """Memory by size, in steps of an eighth, so that batch sizes may vary."""
 
-    locker: Locker | None = None  # page-locks what is mapped from now on, if set
+    locker: Locker | None = None  # page-locks new mappings, if set
     _free: dict[int, deque[LockableMap]] = field(default_factory=dict, init=False)
 
     def lease(self, nbytes: int) -> Slot:
-        """Return memory for one batch.
+        """Return memory for one batch: uint8, aligned to a page, not zeroed.
 
-        The holder of the slot, or of an ``np.ndarray(shape, dtype, slot)`` or a
-        ``torch.frombuffer`` of it, owns the memory; views of these keep it alive, but
-        not slices of the slot. Nothing is zeroed.
-
-        Args:
-            nbytes: Size wanted, in bytes; at least 1.
-
-        Returns:
-            An array of shape ``(nbytes,)``, dtype uint8, aligned to a page.
+        It is in use while the slot, or any array, tensor or ``memoryview`` over it, is
+        alive.
         """
         size = rounded(nbytes)
         free = self._free.get(size)
         if free is None:
             # A deque drops from its other end when it is full, without a lock.
             free = self._free[size] = deque(
-                maxlen=max(_MOST_FREE, _MOST_SMALL_BYTES // size)
+                maxlen=max(_MAX_FREE, _MAX_FREE_BYTES_PER_SIZE // size)
             )
         try:
             memory = free.pop()
@@ -108,9 +100,9 @@ class SlotPool:
         return slot
 
     def _drop_surplus(self) -> None:
-        """Release free memory above the bound, the oldest sizes first."""
+        """Unmap free memory above the limit, the oldest sizes first."""
         sizes = list(self._free.items())  # other threads add to it
-        surplus = sum(size * len(free) for size, free in sizes) - _MOST_FREE_BYTES
+        surplus = sum(size * len(free) for size, free in sizes) - _MAX_FREE_BYTES
         for size, free in sizes:
             with contextlib.suppress(IndexError):  # another thread took the last one
                 while surplus > 0:

@@ -102,7 +102,7 @@ SEEDS: Final[dict[str, Any]] = {
     "around": seeded,
     "reseed": seed_batch,
     "seed": seed_for_sample,
-    "at": use_sample_rng,
+    "seed_async": use_sample_rng,
 }
 
 

@@ -20,7 +20,7 @@ from aioloader._base.records import BatchTimes
 from aioloader._pipeline.batch_maker import BatchMaker
 from aioloader._pipeline.batch_task import BatchResult, BatchTask
 from aioloader._pipeline.pipeline import Pipeline
-from aioloader._transport.codec import Buffers, decode, encode, encode_for_others
+from aioloader._transport.codec import Buffers, decode, encode, encode_portable
 from aioloader._transport.slots import MIN_BYTES, Allocator
 from aioloader._workers.reducers import REDUCERS
 from aioloader._workers.worker_spec import WorkerSpec
@@ -34,7 +34,7 @@ PackedTask: TypeAlias = tuple[bytes, list[Any]]
 
 def maker_of(spec: WorkerSpec, **options: Any) -> BatchMaker:
     """Return the batch maker of a worker; ``options`` say how it seeds, and where."""
-    return BatchMaker(**spec.given(), policy=FailurePolicy(spec.on_error), **options)
+    return BatchMaker(**spec.kwargs(), policy=FailurePolicy(spec.on_error), **options)
 
 
 def pack_request(pipeline: Pipeline, task: BatchTask) -> tuple[bytes, Buffers]:
@@ -42,7 +42,7 @@ def pack_request(pipeline: Pipeline, task: BatchTask) -> tuple[bytes, Buffers]:
     fields = task.number, task.indices, task.key, task.sample_keys, task.padding
     epochs = pipeline.maker.epoch, pipeline.maker.dataset_epoch
     values = epochs, *fields, task.samples
-    return encode_for_others(values, REDUCERS)
+    return encode_portable(values, REDUCERS)
 
 
 def open_request(maker: BatchMaker, request: PackedTask) -> BatchTask:
@@ -53,7 +53,7 @@ def open_request(maker: BatchMaker, request: PackedTask) -> BatchTask:
     epochs, *fields = decode(*copied(request, maker.lease))
     task = BatchTask(*fields)
     try:
-        maker.begin(*epochs)
+        maker.begin_epoch(*epochs)
     except BaseException as error:  # of user code; handed to the consumer
         task.result = BatchResult(error=error)
     return task
@@ -130,7 +130,7 @@ def refused(
     worker: int,
 ) -> BatchResult:
     """Return the result to send if pickling the real one raised ``error``."""
-    error.add_note(f"aioloader: {maker.place('send', task)}")
+    error.add_note(f"aioloader: {maker.stage_note('send', task)}")
     problem: Any = RemoteError.of(error, worker)
     refusal = BatchResult(error=problem, state=task.state)
     refusal.attempted, refusal.failures = result.attempted, result.failures

@@ -18,10 +18,10 @@ from typing import Any
 
 from aioloader._base.failures import Failure
 from aioloader._pipeline.batch_task import BatchResult, BatchTask
-from aioloader._pipeline.pipeline import HOP, Pipeline
+from aioloader._pipeline.pipeline import RUN_SECONDS, Pipeline
 from aioloader._transport.arena import ArenaWriter, SlotRef
 from aioloader._transport.channel import NO_WAIT, Channel
-from aioloader._transport.codec import encode, encode_for_others
+from aioloader._transport.codec import encode, encode_portable
 from aioloader._workers.process.messages import (
     BATCH,
     FATAL,
@@ -117,7 +117,7 @@ class Ticket:
 
 
 def _dumps_for_others(request: tuple[Any, ...]) -> bytes:
-    return encode_for_others(request, REDUCERS, sys.maxsize)[0]
+    return encode_portable(request, REDUCERS, sys.maxsize)[0]
 
 
 _dumps: Callable[[tuple[Any, ...]], bytes] = partial(pickle.dumps, protocol=5)
@@ -158,7 +158,7 @@ class Dispatcher:
         if has_memory and not spec.reads:
             self.samples = ArenaWriter()
             stack.callback(self.samples.close)
-            to_header = encode if are_forks else encode_for_others
+            to_header = encode if are_forks else encode_portable
             self._packer = Packer(self.samples, _INLINE_BYTES, to_header)
         self.queues: list[Queue] = []
         for _ in range(spec.num_workers if spec.is_addressed else 1):
@@ -277,7 +277,7 @@ class Dispatcher:
         task.samples = []
         if made[4]:
             # Runs are only for batches that fit into the frame, and the socket.
-            share = HOP * (len(frame) / WAITING_BYTES if slot is None else 1)
+            share = RUN_SECONDS * (len(frame) / WAITING_BYTES if slot is None else 1)
             ticket.pipeline.note_pace(max(share, made[4] - made[0]), 1)
         ticket.pipeline.receive(task, result, failures)
         return None

@@ -23,16 +23,16 @@ import torch
 from aioloader._transport.arena import ArenaWriter, SlotRef
 from aioloader._transport.codec import (
     ALIGN,
-    LEAST_BYTES,
+    MIN_BUFFER_BYTES,
     Buffers,
     Extent,
     PendingCopies,
     Reducers,
     aligned,
     decode,
-    do_overlap,
     encode,
     lay_out,
+    overlap,
 )
 from aioloader._workers.reducers import BufferSpan, reducers
 
@@ -135,7 +135,7 @@ class Packer(threading.local):
         except (TypeError, RuntimeError):
             return None
         most = sum(nbytes for _, nbytes in spans) + ALIGN * len(arrays)
-        if most > self._inline_bytes or (len(arrays) > 1 and do_overlap(spans)):
+        if most > self._inline_bytes or (len(arrays) > 1 and overlap(spans)):
             return None
         head, gaps = _describe(form, *kinds)
         parts: list[Any] = [head]
@@ -145,10 +145,10 @@ class Packer(threading.local):
 
     def _pickled(self, value: Any) -> list[Any]:
         spans: list[BufferSpan] = []
-        header, buffers = self._encode(value, reducers(spans.append), LEAST_BYTES)
+        header, buffers = self._encode(value, reducers(spans.append), MIN_BUFFER_BYTES)
         places = [(address, nbytes) for _, address, nbytes in spans]
-        has_small = any(nbytes < LEAST_BYTES for _, nbytes in places)
-        if has_small and do_overlap(places):
+        has_small = any(nbytes < MIN_BUFFER_BYTES for _, nbytes in places)
+        if has_small and overlap(places):
             # Tensors that share memory stay together, however small.
             spans.clear()
             header, buffers = self._encode(value, reducers(spans.append), 0)

@@ -192,7 +192,7 @@ class ProcessPool(WorkerPool):
     of batches.
     """
 
-    pumps = True
+    has_result_reader = True
     _launcher: "ForkLauncher | ServedLauncher"
 
     def __init__(

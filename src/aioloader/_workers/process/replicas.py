@@ -72,7 +72,7 @@ class StreamReplicas:
         state = state or pipeline.bookmark.states.get(worker)
         if state is None:
             return None
-        return state, pipeline.maker.seeds(worker, self._number)
+        return state, pipeline.maker.reader_keys(worker, self._number)
 
     def passed(
         self, pipeline: Pipeline, worker: int, result: BatchResult, number: int = 0

@@ -33,7 +33,7 @@ from aioloader._pipeline.lifespan import Lifespan
 from aioloader._pipeline.pipeline import Pipeline
 from aioloader._pipeline.runner import GRACE, Runners
 from aioloader._pipeline.stream import StreamBatcher
-from aioloader._transport.arena import PLACES, ArenaReader, ArenaWriter
+from aioloader._transport.arena import MAX_IN_FLIGHT, ArenaReader, ArenaWriter
 from aioloader._transport.channel import Channel, write_small
 from aioloader._transport.codec import decode
 from aioloader._workers.info import SEEDS
@@ -139,7 +139,7 @@ class Endpoint(abc.ABC):
         task = BatchTask(*request.asked)
         task.again = request.again
         try:
-            self.maker.begin(*request.epochs)
+            self.maker.begin_epoch(*request.epochs)
             if not self._is_restored:
                 self._restore(request.resume)
         except BaseException as error:  # of user code; handed to the consumer
@@ -342,7 +342,7 @@ def _serve_sync(endpoint: Endpoint) -> None:
                 result = task.result or maker.make(task, read, enter)
                 if isinstance(result.error, (KeyboardInterrupt, SystemExit)):
                     raise result.error  # it ends a worker, as in torch
-                endpoint.answer(task, request.ticket, 0, maker.leave(task, result))
+                endpoint.answer(task, request.ticket, 0, maker.add_state(task, result))
         finally:
             for stream in streams.values():
                 stream.close()
@@ -361,7 +361,7 @@ class _Server:
     def __init__(self, endpoint: Endpoint) -> None:
         spec = endpoint.spec
         self._endpoint = endpoint
-        self._size = max(1, min(PLACES, spec.window))
+        self._size = max(1, min(MAX_IN_FLIGHT, spec.window))
         self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
         for place in range(self._size):
             self._free.put(place)
