@@ -1,4 +1,4 @@
-"""The path of the first batch: functions and modules that it enters."""
+"""The functions and modules that the first batch enters."""
 
 import json
 import re
@@ -24,17 +24,19 @@ LIMITS = {
 
 @pytest.fixture(scope="module")
 def counts() -> dict[str, tuple[int, int]]:
-    """Return what the tool prints."""
+    """Return the numbers of functions and modules by case, as the tool prints them."""
     printed = python(TOOL, check=True).stdout
-    found = re.findall(
+    cases = re.findall(
         r"^(.+): (\d+) functions in (\d+) modules$", printed, re.MULTILINE
     )
-    return {name: (int(functions), int(modules)) for name, functions, modules in found}
+    return {name: (int(functions), int(modules)) for name, functions, modules in cases}
 
 
 @pytest.mark.parametrize("name", LIMITS)
-def test_the_path_is_no_longer(name: str, counts: dict[str, tuple[int, int]]) -> None:
-    """A first batch enters no more functions, in no more modules, than before."""
+def test_the_first_batch_enters_no_more_functions(
+    name: str, counts: dict[str, tuple[int, int]]
+) -> None:
+    """Nor more modules."""
     functions, modules = counts[name]
     most_functions, most_modules = LIMITS[name]
     assert functions <= most_functions
@@ -59,23 +61,27 @@ def entered() -> dict[str, list[list[str]]]:
         "import json, os, sys; sys.path.insert(0, sys.argv[1])\n"
         "import count_path as c\n"
         "from pathlib import Path; import aioloader\n"
-        "root, found = Path(aioloader.__file__).parent, {}\n"
+        "root, paths = Path(aioloader.__file__).parent, {}\n"
         "for name, run in c.RUNNERS.items():\n"
         "    run()\n"
         "    ran = c.followed(run, root)\n"
-        "    found[name] = [ran.pop(os.getpid())]\n"
-        "    found[name + ', in the worker'] = list(ran.values())\n"
-        "print(json.dumps(found))\n"
+        "    paths[name] = [ran.pop(os.getpid())]\n"
+        "    paths[name + ', in the worker'] = list(ran.values())\n"
+        "print(json.dumps(paths))\n"
     )
     printed = python("-c", code, TOOL.parent, check=True).stdout
-    found: dict[str, list[list[str]]] = json.loads(printed.splitlines()[-1])
-    return found
+    paths: dict[str, list[list[str]]] = json.loads(printed.splitlines()[-1])
+    return paths
 
 
 @pytest.mark.parametrize("runner", _told())
-def test_the_path_is_told(runner: str, entered: dict[str, list[list[str]]]) -> None:
-    """A batch passes what ``CONTRIBUTING.md`` names for a runner, in that order."""
+def test_contributing_names_the_path_of_a_batch(
+    runner: str, entered: dict[str, list[list[str]]]
+) -> None:
+    """A batch passes the functions that it names for a runner, in that order."""
     told = _told()[runner]
     assert len(told) > 5
-    followed = [[name for name in one if name in set(told)] for one in entered[runner]]
+    followed = [
+        [name for name in path if name in set(told)] for path in entered[runner]
+    ]
     assert told in followed
