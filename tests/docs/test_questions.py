@@ -40,9 +40,7 @@ def test_each_line_of_the_table_is_parsed() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("question", "link", "words"), ROWS)
-def test_the_linked_section_answers_the_question(
-    question: str, link: str, words: str
-) -> None:
+def test_linked_sections_answer_questions(question: str, link: str, words: str) -> None:
     """It contains the words of the search."""
     page, _, anchor = link.partition("#")
     text = section(page, anchor).lower()

@@ -70,9 +70,7 @@ def test_an_example_is_short_and_tested(path: Path) -> None:
 
 
 @pytest.mark.slow
-async def test_a_service_classifies_the_pictures_of_a_folder(
-    service: Any, tmp_path: Path
-) -> None:
+async def test_a_service_classifies_a_folder(service: Any, tmp_path: Path) -> None:
     """In the order of their names; without any it answers 404."""
     digits = service.load_digits()
     pixels = torch.from_numpy(digits.images).float() / 16
@@ -121,9 +119,7 @@ class Endless(Source):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("client", ["waits for a batch", "reads none", "of ASGI 2.4"])
-async def test_a_disconnect_ends_a_services_reads_at_once(
-    client: str, service: Any
-) -> None:
+async def test_a_disconnect_ends_a_services_reads(client: str, service: Any) -> None:
     """Wherever the response is; nothing of its loader is left."""
     store = Endless(32 if client == "waits for a batch" else 1000)
     app = service.make_app(store, torch.nn.Flatten())

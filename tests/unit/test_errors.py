@@ -28,9 +28,7 @@ EXAMPLES = [
 
 
 @pytest.mark.parametrize("error", EXAMPLES, ids=lambda error: type(error).__name__)
-def test_errors_survive_pickling_and_copies_of_their_text(
-    error: errors.LoaderError,
-) -> None:
+def test_errors_survive_pickling_and_copying(error: errors.LoaderError) -> None:
     """Pickling keeps type, message, fields and notes; frameworks copy only the text."""
     error.add_note("where")
     copy = pickle.loads(pickle.dumps(error))

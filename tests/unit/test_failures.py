@@ -20,9 +20,7 @@ from aioloader import SKIP, Skip
         ({"instead": 3}, TypeError, "must be callable, got 3"),
     ],
 )
-def test_wrong_arguments_of_skip_raise(
-    options: Any, error: type[Exception], words: str
-) -> None:
+def test_wrong_skips_raise(options: Any, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         Skip(**options)
 

@@ -90,9 +90,7 @@ aioloader.DataLoader(Plain(), 4, num_workers=2)
         ("Asynchronous(), 4", "process inline threads evened tuner ahead"),
     ],
 )
-def test_iterating_imports_only_what_the_loader_uses(
-    arguments: str, unused: str
-) -> None:
+def test_iterating_imports_only_used_modules(arguments: str, unused: str) -> None:
     """Nothing that only other datasets, start methods and arguments need."""
     code = f"{DATASETS}\nlist(aioloader.DataLoader({arguments}))"
     modules = {name.rpartition(".")[2] for name in imported_by(code)}

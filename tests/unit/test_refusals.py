@@ -102,9 +102,7 @@ def refusal(part: str, value: Any) -> str:
     REFUSALS,
     ids=[words.split()[0] for *_, words in REFUSALS],
 )
-def test_what_cannot_be_pickled_is_named_by_its_path(
-    part: str, value: Any, words: str
-) -> None:
+def test_the_path_to_the_culprit_is_named(part: str, value: Any, words: str) -> None:
     """From the dataset's class, or the argument's name, down to the object."""
     message = refusal(part, value)
     assert message.startswith(words)
