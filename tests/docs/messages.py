@@ -116,8 +116,8 @@ class _Collector(ast.NodeVisitor):
                 name = (self._texts(subject) or [HOLE])[0]
                 return [f"{name} must be {kind}, got …" for kind in self._texts(words)]
             case "check_word", [_, ast.Name(id=kind), subject] if kind in self._words:
-                *words, last = self._words[kind]
-                shown = f"{', '.join(words)} or {last}"
+                *first, last = self._words[kind]
+                shown = f"{', '.join(first)} or {last}"
                 return [f"{n} must be {shown}, got …" for n in self._texts(subject)]
             case "truncated", [_, _, _, remedy]:
                 begun = f"{HOLE} gave {HOLE} of {HOLE} bytes"
