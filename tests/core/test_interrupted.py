@@ -292,7 +292,9 @@ def test_epochs_begun_in_two_threads_have_different_numbers() -> None:
     loader = DataLoader(Numbers(4), sampler=ShuffledIndices(4))
     first, second = iter(loader), iter(loader)
     thread, act = elsewhere(partial(next, second))
-    steps(first, [], Interrupter(0, "call", of="EpochNumbers.upcoming", act=act))
+    steps(
+        first, [], Interrupter(0, "call", of="EpochNumbers.next_order_epoch", act=act)
+    )
     thread.join()
     assert [it.counters and it.counters.epoch for it in (first, second)] == [0, 1]
 

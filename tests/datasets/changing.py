@@ -1,4 +1,4 @@
-"""Servers that answer in threads, and one of an object that changes."""
+"""HTTP servers that answer in threads, and one whose object changes."""
 
 import contextlib
 import re
@@ -39,7 +39,7 @@ class Handler(BaseHTTPRequestHandler):
     def answer(
         self, status: int, body: bytes, fields: Mapping[str, Any] | None = None
     ) -> None:
-        """Send a body with its length, unless a field says another one."""
+        """Send a body with its length, unless ``fields`` has another one."""
         self.send_head(status, {"Content-Length": len(body), **(fields or {})})
         with contextlib.suppress(ConnectionError):
             self.wfile.write(body)
@@ -51,14 +51,14 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
 
     def log_message(self, *_: Any) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
 
 class Server:
-    """Serves by its handler within the block; then all connections are closed.
+    """Serves with its handler within the block, whose end closes all connections.
 
     Attributes:
-        url: Where.
+        url: Its address.
         ended: Set at the end, for answers that wait for it.
     """
 
@@ -99,10 +99,10 @@ class Sender(Handler):
     def get(self) -> None:
         served, number = self.served, self.served.count()
         length = len(served.body)
-        found = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
-        found = found if served.has_ranges else None
-        start = int(found[1]) if found else 0
-        stop = min(int(found[2]) + 1, length) if found else length
+        match = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+        match = match if served.has_ranges else None
+        start = int(match[1]) if match else 0
+        stop = min(int(match[2]) + 1, length) if match else length
         asked, tag = self.headers.get("If-Match"), self.fields().get("ETag")
         # A weak tag matches nothing there (RFC 9110, 13.1.1).
         is_met = asked == tag and not str(asked).startswith("W/")
@@ -110,13 +110,13 @@ class Sender(Handler):
             served.bad(self, start, stop)
         elif asked and not is_met and "unconditional" not in served.tags:
             self.answer(412, b"")
-        elif found and start >= length:
+        elif match and start >= length:
             self.answer(416, b"", {"Content-Range": f"bytes */{length}"})
         else:
-            self.send_part(206 if found else 200, start, stop, stop)
+            self.send_part(206 if match else 200, start, stop, stop)
 
     def fields(self) -> dict[str, str]:
-        """Return what is told of the version."""
+        """Return the header fields that identify the version."""
         fields, tags, version = dict[str, str](), self.served.tags, self.served.version
         if "strong" in tags:
             fields["ETag"] = f'"{version}"'
@@ -129,7 +129,7 @@ class Sender(Handler):
     def send_part(
         self, status: int, start: int, stop: int, sent: int, length: int | None = None
     ) -> None:
-        """Name a range, and send it up to a byte; the length matches, if not given."""
+        """Send a range up to byte ``sent``; ``length`` replaces the real length."""
         fields, body = self.fields(), self.served.body
         if status == 206:
             fields["Content-Range"] = f"bytes {start}-{stop - 1}/{len(body)}"
@@ -150,14 +150,14 @@ def refuse(to: Sender, _start: int, _stop: int) -> None:
 
 
 class ChangingServer(Server):
-    """Serve one object, by whatever name.
+    """Serve one object under any name.
 
     Args:
         body: The object.
-        tags: What it tells: ``"strong"`` or ``"weak"`` for an ETag, ``"date"`` for
+        tags: Its header fields: ``"strong"`` or ``"weak"`` for an ETag,  ``"date"`` for
             Last-Modified; with ``"unconditional"`` it ignores conditions.
-        has_ranges: Whether it gives parts.
-        bad: What answers the requests whose numbers, from 0, are in ``when``.
+        has_ranges: Whether it serves ranges.
+        bad: Answers the requests whose numbers, from 0, are in ``when``.
         when: Their numbers.
     """
 
@@ -189,11 +189,11 @@ class ChangingServer(Server):
     def fail_next(self, count: int) -> None:
         self.bad, self.when = refuse, range(self.requests, self.requests + count)
 
-    def break_off(self, at: int, times: int) -> None:
-        """Let the next whole answers end at a byte."""
+    def break_off(self, end: int, times: int) -> None:
+        """Break off the next complete answers at byte ``end``."""
 
         def broken(to: Sender, start: int, stop: int) -> None:
-            to.send_part(200, start, stop, at, length=stop)
+            to.send_part(200, start, stop, end, length=stop)
 
         self.bad, self.when = broken, range(self.requests, self.requests + times)
 

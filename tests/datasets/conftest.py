@@ -1,5 +1,6 @@
-"""Stores of every kind with the same twelve objects, and servers to misbehave."""
+"""Stores of every kind with the same twelve objects, and a server with faults."""
 
+import asyncio
 import gc
 import io
 import os
@@ -43,61 +44,61 @@ CONTENTS = {
 KINDS = ("files", "local", "memory", "http", "s3", "sqlite", "postgresql")
 SECRET = "MARKER7secret"
 
-# Enough to see a retry, and no more time than that.
+# Enough time for one retry.
 QUICK = {
     "max_retries": 1,
     "retry_timeout": timedelta(seconds=1),
     "backoff": {"init_backoff": timedelta(milliseconds=1)},
 }
-# A first try, and none behind it.
+# One try, and no retry.
 ONCE = Requests(base_delay=1e12, max_delay=1e12)
 
 
 class Prefixed(Handler):
-    """Answers as the beginning of the path says."""
+    """Answers as the first part of the path says."""
 
     def get(self) -> None:
         self.served.heads.append(f"{self.requestline}\n{self.headers}")
         path = unquote(self.path.partition("?")[0])
-        what, _, key = path.removeprefix("/").partition("/")
-        if what.isdigit():
-            self.answer(int(what), SECRET.encode())
-        elif what == "redirect":
+        kind, _, key = path.removeprefix("/").partition("/")
+        if kind.isdigit():
+            self.answer(int(kind), SECRET.encode())
+        elif kind == "redirect":
             to = quote(f"/ok/{key}") + f"?sig={SECRET}"
             self.answer(302, b"", {"Location": to})
-        elif what == "loop":
+        elif kind == "loop":
             self.answer(302, b"", {"Location": self.path})
         elif key not in CONTENTS:
             self.answer(404, b"none")
         else:
-            if what == "hang":
+            if kind == "hang":
                 self.served.entered.set()
                 self.served.ended.wait()
-            self.send(what, CONTENTS[key])
+            self.send(kind, CONTENTS[key])
 
     head = list = get
 
-    def send(self, what: str, body: bytes) -> None:
+    def send(self, kind: str, body: bytes) -> None:
         start, stop, status = 0, len(body), 200
         fields: dict[str, Any] = {"ETag": '"1"'}
         asked = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
-        if asked and what != "norange":
+        if asked and kind != "norange":
             start, stop = int(asked[1]), min(int(asked[2] or stop) + 1, stop)
-            total = "*" if what == "star" else len(body)
+            total = "*" if kind == "star" else len(body)
             fields["Content-Range"] = f"bytes {start}-{stop - 1}/{total}"
             status = 206
-        stop -= what == "short" and start > 0
+        stop -= kind == "short" and start > 0
         fields["Content-Length"], sent = stop - start, stop
-        if what == "cut" or (what == "short" and not start):
+        if kind == "cut" or (kind == "short" and not start):
             sent -= (stop - start) // 2
-        if what == "heal" and sum(" /heal/" in head for head in self.served.heads) == 1:
+        if kind == "heal" and sum(" /heal/" in head for head in self.served.heads) == 1:
             del fields["ETag"]
             sent -= 1
         self.answer(status, body[start:sent], fields)
 
 
 class Loopback(Server):
-    """An HTTP server whose paths begin with what happens to the request.
+    """An HTTP server; the first part of a path decides how it answers.
 
     ``/ok/`` answers; ``/norange/`` ignores ranges; ``/star/`` sends them without the
     total size; ``/cut/`` breaks every body off at half; ``/short/`` breaks it off and
@@ -112,14 +113,14 @@ class Loopback(Server):
         self.heads: list[str] = []
         self.entered = threading.Event()
 
-    def at(self, what: str, user: str = "", query: str = "") -> str:
-        """Return the base URL for requests that ``what`` shall happen to."""
-        return f"{self.url.replace('//', f'//{user}')}/{what}{query}"
+    def at(self, kind: str, user: str = "", query: str = "") -> str:
+        """Return the base URL of requests that are answered by ``kind``."""
+        return f"{self.url.replace('//', f'//{user}')}/{kind}{query}"
 
 
 @pytest.fixture(scope="session", autouse=True)
 def runtime() -> None:
-    """Start Arrow's before descriptors are counted: it has a pipe for signals."""
+    """Start Arrow's runtime, which opens a pipe, before descriptors are counted."""
     csv.read_csv(io.BytesIO(b"a\n1\n"))
 
 
@@ -131,7 +132,7 @@ def loopback() -> Iterator[Loopback]:
 
 
 def wait_until_hung_up(port: int) -> None:
-    """Wait for obstore, which closes connections in the background, unannounced."""
+    """Wait until obstore has closed its connections in the background."""
     deadline = time.monotonic() + 5
     while connections(port) and time.monotonic() < deadline:
         time.sleep(0.001)
@@ -154,9 +155,9 @@ def serve(
     loopback: Loopback, closed_at_the_end: list[Any]
 ) -> Callable[..., ObjectDataset]:
     def make(
-        what: str, *keys: str, user: str = "", query: str = "", **options: Any
+        kind: str, *keys: str, user: str = "", query: str = "", **options: Any
     ) -> ObjectDataset:
-        url = loopback.at(what, user, query)
+        url = loopback.at(kind, user, query)
         if options.pop("s3", False):
             options |= {"endpoint": url, "region": "us-east-1"}
             url = "s3://bucket"
@@ -170,7 +171,7 @@ def serve(
 
 @pytest.fixture(scope="session")
 def s3_port() -> Iterator[int]:
-    """Run moto's S3 server in a process of its own."""
+    """Run moto's S3 server in a separate process."""
     script = (
         "import os, time\n"
         "from moto.server import ThreadedMotoServer\n"
@@ -189,7 +190,7 @@ def s3_port() -> Iterator[int]:
     ) as process:
         assert process.stdout is not None
         port = int(process.stdout.readline())
-        # No pipe stays: it may have been opened within a test that counts descriptors.
+        # Close the pipe: the test that opened it may count descriptors.
         process.stdout.close()
         yield port
         process.kill()
@@ -216,7 +217,7 @@ def s3_bucket(s3_port: int) -> str:
 
 @pytest.fixture
 def s3(s3_bucket: str, s3_port: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Give the URL of the bucket; credentials are in the environment."""
+    """Return the URL of the bucket; credentials are in the environment."""
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{s3_port}")
     monkeypatch.setenv("AWS_REGION", "us-east-1")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", f"id-{SECRET}")
@@ -249,7 +250,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def forbidden(tmp_path: Path) -> Path:
-    """Return a file that this user may not read, though it be root."""
+    """Return a file that this user may not read, even as root."""
     if os.geteuid():
         path = tmp_path / "forbidden"
         path.touch(mode=0)
@@ -294,7 +295,7 @@ async def closed_at_the_end() -> AsyncIterator[list[Any]]:
 @pytest.fixture(params=KINDS)
 def dataset(
     request: pytest.FixtureRequest,
-    s3_port: int,  # the servers are no leak of the test that is their first
+    s3_port: int,  # so that no test seems to leak the servers
     server: Any,
 ) -> Iterator[FileDataset | ObjectDataset | SQLRows]:
     kind, get = request.param, request.getfixturevalue
@@ -316,16 +317,17 @@ def dataset(
     store.close()  # whether or not the test did
 
 
-@pytest.fixture
-def noise() -> Iterator[list[dict[str, Any]]]:
-    """Collect what the loop's exception handler is given; it must stay empty."""
+@pytest_asyncio.fixture
+async def noise() -> AsyncIterator[list[dict[str, Any]]]:
+    """Collect the calls of the loop's exception handler; there must be none."""
     heard: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, c: heard.append(c))
     yield heard
     gc.collect()
     assert not heard
 
 
-# Those that run on both loops every time; ``make fuzz`` runs the others on uvloop.
+# Files that always run on both loops; ``make fuzz`` runs the others on uvloop.
 ON_BOTH_LOOPS = {
     "test_indexed_reads",
     "test_interleave",
@@ -338,7 +340,7 @@ ON_BOTH_LOOPS = {
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave what does not touch the loop by itself to ``make fuzz``, on uvloop."""
+    """Leave tests that do not use the loop directly to ``make fuzz``, on uvloop."""
     for item in items:
         is_here = "tests/datasets/" in item.path.as_posix()
         if is_here and "uvloop" in item.name and item.path.stem not in ON_BOTH_LOOPS:

@@ -1,9 +1,9 @@
-"""Writers that are killed, each in a process of its own: before every operation.
+"""Writers that are killed before every operation, each in a separate process.
 
-A script: the first argument says whether processes are killed or write to the end, the
+The script's first argument says whether processes are killed or write to the end; the
 second is a list of jobs as JSON: format, destination, and the number of the operation
-before which the process dies. Children are forked, so that imports are paid for once.
-Of shards, operations are those of their sinks; of files of tokens, those of the system.
+before which the process dies. Children are forked, so that imports happen once. The
+operations of shards are those of their sinks; of files of tokens, those of the system.
 """
 
 import asyncio
@@ -40,31 +40,31 @@ SIGKILLED = -signal.SIGKILL
 Job = tuple[str, str, int]
 
 
-def run(what: str, jobs: Sequence[Job]) -> list[int]:
+def run(mode: str, jobs: Sequence[Job]) -> list[int]:
     """Run this script; return the exit codes of its jobs."""
-    command = [sys.executable, __file__, what, json.dumps(jobs)]
+    command = [sys.executable, __file__, mode, json.dumps(jobs)]
     done = subprocess.run(command, capture_output=True, check=True, timeout=100)
-    found: list[int] = json.loads(done.stdout)
-    return found
+    codes: list[int] = json.loads(done.stdout)
+    return codes
 
 
 def samples(destination: str) -> list[dict[str, Any]]:
-    """Return what is written: for stores large ones, which are uploaded in parts."""
+    """Return the samples to write: for stores large ones, uploaded in parts."""
     if "://" in destination:
         return [
             {"txt": f"{number}", "bin": bytes([number]) * LARGE_BYTES}
             for number in range(LARGE_SAMPLES)
         ]
-    return [{"txt": f"{at}", "bin": bytes([at]) * 700} for at in range(SAMPLES)]
+    return [{"txt": f"{n}", "bin": bytes([n]) * 700} for n in range(SAMPLES)]
 
 
 def letters(texts: list[str]) -> list[Any]:
-    """Tokenize: a token is a letter."""
+    """Tokenize texts by letters."""
     return [np.array([*map(ord, text)], np.int64) for text in texts]
 
 
 def write_tokens(kind: Any, destination: str) -> None:
-    """Write a file of tokens, and save often."""
+    """Write a file of tokens that is saved often."""
     writer = partial(TokenWriter, save_bytes=40)
     path = f"{destination}/tokens.bin"
     if kind == "tokenize":

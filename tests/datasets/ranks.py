@@ -1,4 +1,4 @@
-"""Several ranks in one process, which read side by side, and streams for them."""
+"""Several ranks that read in one process, and streams for them."""
 
 import json
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from aioloader._order.stream_states import merged, opened, sealed
 from aioloader.datasets import TextDataset, from_iterable
 from datasets.shards import name_of, parquet, write_lines
 
-# Of thirteen shards; two of them are empty.
+# The lengths of thirteen shards, two of which are empty.
 LENGTHS = (7, 3, 11, 0, 5, 9, 2, 8, 1, 12, 0, 6, 9)
 
 
@@ -24,9 +24,9 @@ class Ranks:
     """The iterations of all ranks.
 
     Args:
-        stream: What they read.
+        stream: The stream that they share.
         ranks: How many there are.
-        state: Of all ranks, where to begin.
+        state: The state of all ranks to resume from.
     """
 
     def __init__(self, stream: Any, ranks: int, state: Any = None) -> None:
@@ -56,35 +56,34 @@ class Ranks:
 
     async def batches(self, size: int, count: int = 10**9) -> list[list[str]]:
         """Return the next global batches, sorted; without empty ones at the end."""
-        found: list[list[str]] = []
-        while len(found) < count and not all(self.are_over):
+        parts: list[list[str]] = []
+        while len(parts) < count and not all(self.are_over):
             batch = await self.batch(size)
-            found.append(sorted(name for part in batch for name in part))
-        return found if not all(self.are_over) else trimmed(found)
+            parts.append(sorted(name for part in batch for name in part))
+        return parts if not all(self.are_over) else trimmed(parts)
 
     async def _read(self, rank: int, limit: int) -> list[str]:
-        iterator, found = self.iterators[rank], list[Any]()
-        while len(found) < limit:
+        iterator, samples = self.iterators[rank], list[Any]()
+        while len(samples) < limit:
             try:
-                block = await iterator.pull(limit - len(found))
+                block = await iterator.pull(limit - len(samples))
             except StopAsyncIteration:
                 assert not iterator.fills
                 self.are_over[rank] = True
                 break
-            found += block
+            samples += block
             if not iterator.fills:
                 break
             self.are_over[rank] = not len(block)
             if not len(block):
                 break
         return [
-            str(one.error) if type(one) is FailedSample else name_of(one)
-            for one in found
+            str(x.error) if type(x) is FailedSample else name_of(x) for x in samples
         ]
 
     def states(self) -> list[Any]:
-        found = [json.dumps(iterator.state_dict()) for iterator in self.iterators]
-        return [json.loads(one) for one in found]
+        states = [json.dumps(iterator.state_dict()) for iterator in self.iterators]
+        return [json.loads(state) for state in states]
 
     def state(self) -> Any:
         return json.loads(json.dumps(merge_states(self.states())))
@@ -122,7 +121,7 @@ def refused(number: int) -> int:
 
 
 def is_kept(number: int) -> bool:
-    """Tell; from some readers nothing is kept, if they are many."""
+    """Filter; of many readers, some have no sample left."""
     return number % 3 != 0 and number < 70
 
 

@@ -41,7 +41,7 @@ from aioloader.datasets._streams.shards import ShardFormat, ShardReader
 from datasets.pg import SHARED, Database, Server
 from datasets.tar_archives import Member, archive
 
-# Uneven, and one of them empty.
+# Uneven lengths of shards, one of which is empty.
 LENGTHS = (5, 9, 0, 12, 7, 1, 10, 8)
 NAMES = [
     f"{shard}-{place}"
@@ -63,10 +63,10 @@ def write_text(folder: Path, ending: str = "") -> None:
 
 
 def write_lines(folder: Path, lengths: Sequence[int], line: str = "{}-{}") -> list[str]:
-    """Write shards of so many lines, of shard's and line's numbers; return paths."""
+    """Write shards of these lengths, with shard and line numbers; return paths."""
     paths = [folder / f"{shard:02}.txt" for shard, _ in enumerate(lengths)]
     for shard, (path, length) in enumerate(zip(paths, lengths, strict=True)):
-        path.write_text("".join(line.format(shard, at) + "\n" for at in range(length)))
+        path.write_text("".join(line.format(shard, n) + "\n" for n in range(length)))
     return [*map(str, paths)]
 
 
@@ -91,7 +91,7 @@ _LATER = itertools.count(1)
 
 
 def put(path: str | Path, data: bytes | bytearray) -> None:
-    """Write a file in place, at a new time however coarse the clock is."""
+    """Write a file in place, with a new time even if the clock is coarse."""
     Path(path).write_bytes(data)
     os.utime(path, (10**9 + next(_LATER),) * 2)
 
@@ -105,7 +105,7 @@ def write_packed(path: Path, data: bytes) -> None:
 
 
 def bytes_of(table: pa.Table, ending: str, rows: int = 5000, **options: Any) -> bytes:
-    """Return a table as a file of parts of so many rows; its ending tells which."""
+    """Return a table as a file in parts of ``rows``, in the format of the ending."""
     out = io.BytesIO()
     if ending.endswith("parquet"):
         pq.write_table(table, out, row_group_size=rows, **options)
@@ -232,7 +232,7 @@ def filled(server: Server) -> str:
 
 
 def postgresql(_folder: Path, **options: Any) -> Any:
-    """Return ranges of a table of the server, which a fixture has started."""
+    """Return ranges of a table on the server that a fixture has started."""
     url = filled(SHARED[0])
     return SQLDataset(url, "part", **{"key": "number", "partitions": 9, **options})
 
@@ -248,22 +248,19 @@ EVERY: list[Make] = [*SHARDED, *FILES_OF_TABLES, *DATABASES, *OTHERS]
 async def read(
     stream: Any, count: int | None = None, state: Any = None, *, errors: Any = ()
 ) -> tuple[list[Any], Any]:
-    """Return the first samples, all if not told, and the state behind them.
-
-    Errors of these kinds stand among the samples.
-    """
+    """Return ``count`` samples, or all, with ``errors`` among them, and the state."""
     if state is not None:
         stream.load_state_dict(state)
-    found: list[Any] = []
+    samples: list[Any] = []
     async with aiter(stream) as iterator:
-        while count is None or len(found) < count:
+        while count is None or len(samples) < count:
             try:
-                found.append(await anext(iterator))
+                samples.append(await anext(iterator))
             except StopAsyncIteration:
                 break
             except errors as error:
-                found.append(error)
-        return found, json.loads(json.dumps(iterator.state_dict()))
+                samples.append(error)
+        return samples, json.loads(json.dumps(iterator.state_dict()))
 
 
 async def items(stream: Any) -> list[Any]:
@@ -276,15 +273,15 @@ async def pulled(
     count: int | None = None,
     state: Any = None,
     *,
-    show: Callable[[Any], Any] = lambda one: one,
+    show: Callable[[Any], Any] = lambda sample: sample,
 ) -> tuple[list[Any], Any]:
-    """Return the first samples as ``show`` has them, pulled so many at a time."""
+    """Return the first samples mapped by ``show``, pulled in these sizes."""
     if state is not None:
         stream.load_state_dict(state)
-    found: list[Any] = []
+    samples: list[Any] = []
     async with aiter(stream) as iterator:
         for size in itertools.cycle(sizes):
-            limit = size if count is None else min(size, count - len(found))
+            limit = size if count is None else min(size, count - len(samples))
             try:
                 block = await iterator.pull(limit) if limit else []
             except StopAsyncIteration:
@@ -292,17 +289,17 @@ async def pulled(
             assert len(block) <= limit
             if not limit or (iterator.fills and not len(block)):
                 break
-            found += map(show, block)
-        return found, json.loads(json.dumps(iterator.state_dict()))
+            samples += map(show, block)
+        return samples, json.loads(json.dumps(iterator.state_dict()))
 
 
 def source_state(state: Any) -> Any:
-    """Return, to look at or to change, where the first reader of a state is."""
+    """Return the part of a state that is the first reader's, which may be changed."""
     return state["streams"]["0"]["state"]
 
 
 async def check_resumes(stream: Any, whole: list[Any], stops: Iterable[int]) -> None:
-    """Check that after so many samples of its first epoch a stream gives the rest."""
+    """Check that a stream resumes after each of these counts of its first epoch."""
     for count in stops:
         stream.set_epoch(0)
         head, state = await read(stream, count)
@@ -332,8 +329,8 @@ def encoded(values: Any, name: str = "PNG") -> bytes:
     return data.getvalue()
 
 
-# As a person may have them: folders in folders, a name that begins like another, dots,
-# upper case, and files that are no pictures.
+# As users have them: nested folders, a name that is the beginning of another, dots,
+# upper case, and files that are no images.
 TREE = {
     "cat/b.png": 0,
     "cat/z.v2.PNG": 1,
@@ -348,7 +345,7 @@ TREE = {
 
 
 def write_tree(root: Path) -> Path:
-    """Write ``TREE``; a picture's values begin with its number."""
+    """Write ``TREE``; the values of an image are 40 times its number."""
     for name, number in TREE.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -367,24 +364,24 @@ class Reader(ShardReader):
     """A shard in memory, in blocks of at most ``most`` samples."""
 
     def __init__(
-        self, numbers: list[int], at: int, most: int, make: Callable[[list[int]], Block]
+        self, numbers: list[int], start: int, most: int, make: Callable[..., Block]
     ) -> None:
         self._numbers = numbers
-        self._at = at
+        self._at = start
         self._most = most
         self._make = make
 
     async def pull(self, limit: int) -> Block:
         """Return the next samples; fail at a negative one."""
-        found = self._numbers[self._at : self._at + min(limit, self._most)]
-        if found and found[0] < 0:
-            raise OSError(f"sample {found[0]}")
-        found = list(itertools.takewhile(lambda number: number >= 0, found))
-        self._at += len(found)
-        return self._make(found) if found else []
+        numbers = self._numbers[self._at : self._at + min(limit, self._most)]
+        if numbers and numbers[0] < 0:
+            raise OSError(f"sample {numbers[0]}")
+        numbers = list(itertools.takewhile(lambda number: number >= 0, numbers))
+        self._at += len(numbers)
+        return self._make(numbers) if numbers else []
 
     def position(self) -> dict[str, Any]:
-        """Return the place of the next sample."""
+        """Return the position of the next sample."""
         return {"at": self._at}
 
     def is_draining(self) -> bool:
@@ -406,7 +403,7 @@ class Memory(ShardFormat):
     async def shards(
         self, stack: AsyncExitStack, _known: Any = None, /
     ) -> list[list[int]]:
-        """Return the samples themselves."""
+        """Return the shards, which are lists of their samples."""
         return self.made
 
     def summary(self, shards: Any) -> dict[str, Any]:
@@ -414,5 +411,5 @@ class Memory(ShardFormat):
         return {"count": len(shards)}
 
     def open(self, shard: Any, position: dict[str, Any], budget: int) -> Reader:
-        """Return a reader from a place on."""
+        """Return a reader from a position on."""
         return Reader(shard, position.get("at", 0), self._most, self._make)

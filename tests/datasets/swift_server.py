@@ -1,4 +1,4 @@
-"""OpenStack Swift in one process: a proxy with s3api, and what it stores things in.
+"""OpenStack Swift in one process: a proxy with s3api, and its storage servers.
 
 Run as a script with a folder that it fills and, at the end, removes; the region; how
 many keys a page of a listing has; and users, as ``access key=secret=groups``. It prints

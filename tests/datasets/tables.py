@@ -1,4 +1,4 @@
-"""Tables of every type, the files they are written to, and places that misbehave."""
+"""Tables of every type, the files they are written to, and faulty places."""
 
 import asyncio
 import datetime
@@ -60,14 +60,14 @@ class Local(Storage):
         return address
 
     def path(self, address: str) -> str | None:
-        """Return the path, unless it is to be read by ranges."""
+        """Return the path, or None to be read by ranges."""
         return None if self.is_remote else address
 
     def open(self, address: str, start: int, budget: int, *_: Any) -> FileBytes:
         return FileBytes(address, start, budget)
 
     async def version(self, address: str) -> Version:
-        """Return the length of a file, and nothing else."""
+        """Return a version with only the length of the file."""
         return Version(len(await asyncio.to_thread(contents, address)))
 
     async def read(
@@ -92,38 +92,38 @@ class Local(Storage):
 
 
 def every_type(rows: int = 50) -> pa.Table:
-    """Return a table with a column of every type that files know, and some NULLs."""
-    at = np.arange(rows)
+    """Return a table with a column of every type of files, and some NULLs."""
+    index = np.arange(rows)
     epoch = datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC)
-    moments = [epoch + datetime.timedelta(hours=int(n)) for n in at]
-    texts = [None if n % 7 == 3 else f"t\xebxt {n % 5}" for n in at]
-    prices = [decimal.Decimal(int(n)) / 4 for n in at]
+    moments = [epoch + datetime.timedelta(hours=int(n)) for n in index]
+    texts = [None if n % 7 == 3 else f"t\xebxt {n % 5}" for n in index]
+    prices = [decimal.Decimal(int(n)) / 4 for n in index]
     columns: dict[str, Any] = {
-        f"{sign}int{bits}": pa.array(at % 100, pa.type_for_alias(f"{sign}int{bits}"))
+        f"{sign}int{bits}": pa.array(index % 100, pa.type_for_alias(f"{sign}int{bits}"))
         for sign in ("", "u")
         for bits in (8, 16, 32, 64)
     }
     columns |= {
-        "half": pa.array((at / 8).astype(np.float16)),
-        "float32": pa.array(at / 3, pa.float32()),
-        "float64": pa.array([None if n % 9 == 1 else n / 3 for n in at]),
-        "bool": pa.array(at % 3 == 0),
+        "half": pa.array((index / 8).astype(np.float16)),
+        "float32": pa.array(index / 3, pa.float32()),
+        "float64": pa.array([None if n % 9 == 1 else n / 3 for n in index]),
+        "bool": pa.array(index % 3 == 0),
         "text": pa.array(texts),
         "large": pa.array(texts, pa.large_string()),
-        "bytes": pa.array([b"\xff" * (n % 4) for n in at], pa.binary()),
-        "key": pa.array([bytes([n % 256]) * 3 for n in at], pa.binary(3)),
+        "bytes": pa.array([b"\xff" * (n % 4) for n in index], pa.binary()),
+        "key": pa.array([bytes([n % 256]) * 3 for n in index], pa.binary(3)),
         "category": pa.array(texts).dictionary_encode(),
         "date": pa.array([moment.date() for moment in moments]),
         "moment": pa.array(moments, pa.timestamp("us", "Europe/Berlin")),
-        "nanos": pa.array(at, pa.timestamp("ns")),
+        "nanos": pa.array(index, pa.timestamp("ns")),
         "time": pa.array([moment.time() for moment in moments], pa.time64("us")),
         "decimal": pa.array(prices, pa.decimal128(9, 2)),
-        "pair": pa.array([[n, n + 1] for n in at], pa.list_(pa.int16(), 2)),
-        "list": pa.array([None if n == 2 else [n] * (n % 4) for n in at]),
-        "texts": pa.array([["a"] * (n % 3) for n in at]),
-        "struct": pa.array([{"a": n, "b": {"c": f"{n}"}} for n in at]),
-        "structs": pa.array([[{"a": n}] * (n % 2) for n in at]),
-        "map": pa.array([[("k", n)] for n in at], pa.map_(pa.string(), pa.int8())),
+        "pair": pa.array([[n, n + 1] for n in index], pa.list_(pa.int16(), 2)),
+        "list": pa.array([None if n == 2 else [n] * (n % 4) for n in index]),
+        "texts": pa.array([["a"] * (n % 3) for n in index]),
+        "struct": pa.array([{"a": n, "b": {"c": f"{n}"}} for n in index]),
+        "structs": pa.array([[{"a": n}] * (n % 2) for n in index]),
+        "map": pa.array([[("k", n)] for n in index], pa.map_(pa.string(), pa.int8())),
     }
     return pa.table(columns)
 
@@ -153,9 +153,9 @@ def contents(path: str | Path) -> bytes:
     return Path(path).read_bytes()
 
 
-def flip(path: str | Path, at: int, bit: int = 0) -> None:
+def flip(path: str | Path, offset: int, bit: int = 0) -> None:
     data = bytearray(contents(path))
-    data[at] ^= 1 << bit
+    data[offset] ^= 1 << bit
     put(path, data)
 
 
@@ -163,29 +163,29 @@ def rows_of(kind: Any, values: Any) -> Rows:
     return Rows(pa.record_batch({"x": pa.array(values, kind)}))
 
 
-def assert_same(one: Any, other: Any) -> None:
-    assert type(one) is type(other)
-    if isinstance(one, torch.Tensor):
-        assert one.dtype is other.dtype
-        assert one.shape == other.shape
-        assert torch.equal(one.nan_to_num(7.25), other.nan_to_num(7.25))
-    elif isinstance(one, np.ndarray):
-        assert one.dtype == other.dtype
-        np.testing.assert_array_equal(one, other)
-    elif isinstance(one, dict):
-        assert list(one) == list(other)
-        for key, value in one.items():
-            assert_same(value, other[key])
-    elif isinstance(one, list):
-        assert len(one) == len(other)
-        for inner, also in zip(one, other, strict=True):
-            assert_same(inner, also)
+def assert_same(first: Any, second: Any) -> None:
+    assert type(first) is type(second)
+    if isinstance(first, torch.Tensor):
+        assert first.dtype is second.dtype
+        assert first.shape == second.shape
+        assert torch.equal(first.nan_to_num(7.25), second.nan_to_num(7.25))
+    elif isinstance(first, np.ndarray):
+        assert first.dtype == second.dtype
+        np.testing.assert_array_equal(first, second)
+    elif isinstance(first, dict):
+        assert list(first) == list(second)
+        for key, value in first.items():
+            assert_same(value, second[key])
+    elif isinstance(first, list):
+        assert len(first) == len(second)
+        for inner, twin in zip(first, second, strict=True):
+            assert_same(inner, twin)
     else:
-        assert one == other or (one != one and other != other)  # noqa: PLR0124
+        assert first == second or (first != first and second != second)  # noqa: PLR0124
 
 
 def write(path: Path, table: pa.Table, rows: int = 20, **options: Any) -> str:
-    """Write parts of so many rows; of which kind, the path's ending tells."""
+    """Write a table in parts of ``rows``, in the format of the path's ending."""
     if path.suffix == ".parquet":
         options = {"write_page_checksum": True, **options}
     put(path, bytes_of(table, path.suffix, rows, **options))
@@ -193,10 +193,10 @@ def write(path: Path, table: pa.Table, rows: int = 20, **options: Any) -> str:
 
 
 async def shards(made: Format) -> list[Any]:
-    """Return the shards, as a saved state would have them."""
+    """Return the shards as JSON has them, as in a saved state."""
     async with AsyncExitStack() as stack:
-        found = await made.shards(stack)
-        return json.loads(json.dumps(found))  # type: ignore[no-any-return]
+        listed = await made.shards(stack)
+        return json.loads(json.dumps(listed))  # type: ignore[no-any-return]
 
 
 async def read_shard(
@@ -204,16 +204,16 @@ async def read_shard(
 ) -> list[Any]:
     """Return the rows of one shard, and check the positions on the way."""
     reader = made.open(shard, {"row": row} if row else {}, budget)
-    found: list[Any] = []
+    rows: list[Any] = []
     try:
         while True:
-            assert reader.position()["row"] == row + len(found)
+            assert reader.position()["row"] == row + len(rows)
             block = await reader.pull(limit)
             if not len(block):
                 assert reader.is_draining()
-                return found
+                return rows
             assert len(block) <= limit
-            found += list(block)
+            rows += list(block)
     finally:
         await reader.aclose()
 
@@ -229,7 +229,7 @@ async def outcome(
 
 
 async def read_all(made: Format, **options: Any) -> list[Any]:
-    found: list[Any] = []
+    rows: list[Any] = []
     for shard in await shards(made):
-        found += await read_shard(made, shard, **options)
-    return found
+        rows += await read_shard(made, shard, **options)
+    return rows

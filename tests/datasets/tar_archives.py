@@ -16,13 +16,13 @@ from aioloader.datasets.tar import samples
 
 
 def pieces_of(data: bytes, sizes: Iterable[int]) -> Iterator[bytearray]:
-    """Yield ``data`` in pieces; each is overwritten when the next is due."""
-    at = 0
+    """Yield ``data`` in pieces; each is overwritten before the next one."""
+    start = 0
     for size in sizes:
-        piece = bytearray(data[at : at + size])
+        piece = bytearray(data[start : start + size])
         if not piece:
             return
-        at += size
+        start += size
         yield piece
         piece[:] = b"\xff" * len(piece)
 
@@ -34,10 +34,10 @@ def steps(
     limits: Sequence[int] = (64,),
     **options: Any,
 ) -> Iterator[tuple[list[Any], int]]:
-    """Yield blocks, each with the position after it; the last size and limit go on."""
-    at = options.pop("at", 0)
-    feed = ByteFeed(options.pop("url", "x"), at, **options)
-    pieces = pieces_of(data[at:], chain(sizes, repeat(sizes[-1])))
+    """Yield blocks with the position after each; the last size and limit repeat."""
+    start = options.pop("start", 0)
+    feed = ByteFeed(options.pop("url", "x"), start, **options)
+    pieces = pieces_of(data[start:], chain(sizes, repeat(sizes[-1])))
     turns = chain(limits, repeat(limits[-1]))
     feed.want = next(turns)
     for step in make(feed):
@@ -60,7 +60,7 @@ FORMATS = {
 
 @dataclass(frozen=True)
 class Member:
-    """What is put into an archive by tarfile."""
+    """A member for tarfile to put into an archive."""
 
     name: str
     body: bytes = b""
@@ -105,7 +105,7 @@ def header(
 
 
 def padded(body: bytes) -> bytes:
-    """Return a body with what fills its last block."""
+    """Return a body padded to whole blocks."""
     return body + bytes(-len(body) % 512)
 
 
@@ -137,8 +137,8 @@ def walk(
     limits: Sequence[int] = (64,),
     **options: Any,
 ) -> list[Any]:
-    """Return all samples of ``data``; the last size and limit go on."""
-    return [one for block, _ in walked(data, sizes, limits, **options) for one in block]
+    """Return all samples of ``data``; the last size and limit repeat."""
+    return [x for block, _ in walked(data, sizes, limits, **options) for x in block]
 
 
 def walked(
@@ -148,15 +148,14 @@ def walked(
     *,
     max_sample_bytes: int = 1 << 28,
     missing_end: MissingEnd = "error",
-    at: int = 0,
+    start: int = 0,
 ) -> list[tuple[list[Any], int]]:
-    """Return blocks, each with the position after it; none goes back."""
+    """Return blocks with the position after each; check that none goes backward."""
     make = partial(samples, max_sample_bytes, missing_end)
-    found = [*steps(make, data, sizes, limits, at=at, url=URL)]
-    assert [*pairwise([at, *(after for _, after in found)])] == sorted(
-        pairwise([at, *(after for _, after in found)])
-    )
-    return found
+    blocks = [*steps(make, data, sizes, limits, start=start, url=URL)]
+    positions = [start, *(after for _, after in blocks)]
+    assert [*pairwise(positions)] == sorted(pairwise(positions))
+    return blocks
 
 
 def plain(results: Iterable[Any]) -> list[Any]:
@@ -170,16 +169,16 @@ def plain(results: Iterable[Any]) -> list[Any]:
 
 
 def expected(data: bytes) -> list[Any]:
-    """Return what WebDataset's rules make of what tarfile reads; Bad has no text."""
+    """Return the samples of WebDataset's rules over tarfile's members, or Bad."""
     with tarfile.open(fileobj=io.BytesIO(data)) as tar:
-        found = [
+        members = [
             (split, body.read())
             for info in tar
             if info.isreg() and (split := _split(info.name))
             if (body := tar.extractfile(info))
         ]
     made: list[Any] = []
-    for key, group in groupby(found, lambda one: one[0][0]):
+    for key, group in groupby(members, lambda member: member[0][0]):
         fields = [(split[1], body) for split, body in group]
         whole = len(dict(fields)) == len(fields)
         made.append(

@@ -41,28 +41,28 @@ def files(directory: str | Path) -> list[Path]:
 
 
 def total(directory: str | Path) -> int:
-    """Return what the bound is about."""
+    """Return the bytes in all files, which the bound limits."""
     return sum(path.stat().st_size for path in files(directory))
 
 
 def path_of(cache: CacheDir, key: str) -> Path:
-    """Return where an entry is."""
+    """Return the path of an entry."""
     return Path(cache._path(cache_dir._digest(key)))
 
 
 def age(path: Path, seconds: float) -> None:
-    """Let a file be that old."""
+    """Set a file's times this many seconds back."""
     then = time.time() - seconds
     os.utime(path, (then, then))
 
 
 def contents(key: str, size: int) -> bytes:
-    """Return what belongs to a key: no two keys have the same."""
+    """Return the value of a key, different for each key."""
     return random.Random(key).randbytes(size)
 
 
 def damage(path: Path, where: int) -> None:
-    """Change one byte of an entry, if it is there."""
+    """Change one byte of an entry, if it exists."""
     with contextlib.suppress(FileNotFoundError):
         raw = bytearray(path.read_bytes())
         raw[where % len(raw)] ^= 1 << where % 8
@@ -70,7 +70,7 @@ def damage(path: Path, where: int) -> None:
 
 
 def scan(cache: CacheDir) -> None:
-    """Let a process begin, which measures first."""
+    """Measure the directory, as a new process does."""
     CacheDir(cache.directory, cache.max_bytes).put("scanning", b"")
 
 
@@ -83,7 +83,7 @@ def dead_pid() -> int:
 
 # -- laws ---------------------------------------------------------------------------
 
-# A key is no path.
+# Keys are not paths.
 KEYS = [
     "", "a", "x" * 10_000, "ü/../\0", "\udcff", "a" * 62, "a'", "/", ".", "s3://b/k"
 ]  # fmt: skip
@@ -97,18 +97,20 @@ operations = st.lists(
 
 
 @given(steps=operations, max_bytes=st.just(ROOMY) | st.integers(1, 9000))
-def test_bound_and_truth(steps: list[Operation], max_bytes: int) -> None:
-    """With room: what was put, or None if damaged; with less, never above the bound."""
+def test_reads_return_what_was_put_within_the_bound(
+    steps: list[Operation], max_bytes: int
+) -> None:
+    """A small or damaged cache may miss; it returns no wrong bytes."""
     with tempfile.TemporaryDirectory() as directory:
         run_and_check(f"{directory}/cache", max_bytes, steps)
 
 
 def run_and_check(directory: str, max_bytes: int, steps: list[Operation]) -> None:
-    """Do what is asked to a cache and to a dict."""
+    """Apply the steps to a cache and to a dict, and compare them."""
     cache, model = CacheDir(directory, max_bytes), dict[str, bytes]()
-    for what, number in steps:
+    for action, number in steps:
         key = KEYS[number]
-        match what:
+        match action:
             case "put":
                 model[key] = contents(f"{number}", 400 * number)
                 cache.put(key, model[key])
@@ -120,18 +122,18 @@ def run_and_check(directory: str, max_bytes: int, steps: list[Operation]) -> Non
             case "vanish":
                 shutil.rmtree(directory, ignore_errors=True)
                 model.clear()
-        found = cache.get(key)
-        assert found == model.get(key) or (found is None and max_bytes != ROOMY)
+        data = cache.get(key)
+        assert data == model.get(key) or (data is None and max_bytes != ROOMY)
         assert total(directory) <= max_bytes
 
 
-def test_pickles_and_shows_no_keys(cache: CacheDir) -> None:
-    """What travels is the directory and the bound; the disk holds hashes."""
+def test_pickle_repr_and_disk_show_no_keys(cache: CacheDir) -> None:
+    """A pickle holds the directory and the bound; file names are hashes."""
     cache.put("https://host/a?X-Amz-Signature=MARKER7secret", b"data")
-    other: CacheDir = pickle.loads(pickle.dumps(cache))
-    assert other.get("https://host/a?X-Amz-Signature=MARKER7secret") == b"data"
-    assert repr(other) == f"CacheDir({cache.directory!r}, max_bytes={ROOMY})"
-    assert "MARKER" not in repr(other) + repr(pickle.dumps(other))
+    copy: CacheDir = pickle.loads(pickle.dumps(cache))
+    assert copy.get("https://host/a?X-Amz-Signature=MARKER7secret") == b"data"
+    assert repr(copy) == f"CacheDir({cache.directory!r}, max_bytes={ROOMY})"
+    assert "MARKER" not in repr(copy) + repr(pickle.dumps(copy))
     for path in Path(cache.directory).rglob("*"):
         assert "MARKER" not in str(path)
         assert path.is_dir() or b"MARKER" not in path.read_bytes()
@@ -140,15 +142,15 @@ def test_pickles_and_shows_no_keys(cache: CacheDir) -> None:
 # -- damage -------------------------------------------------------------------------
 
 
-def test_damage(cache: CacheDir) -> None:
-    """One bit is enough, or another length; the entry goes, and may be put again."""
+def test_damaged_entries_are_misses(cache: CacheDir) -> None:
+    """A flipped bit or another length: the entry is deleted, and can be put again."""
     data = bytes(range(60))
     cache.put("a", data)
     path = path_of(cache, "a")
     whole = path.read_bytes()
     assert len(whole) == HEADER + len(data)
-    bits = [(whole[at] ^ 1 << at % 8).to_bytes() for at in range(len(whole))]
-    wrong = [whole[:at] + bit + whole[at + 1 :] for at, bit in enumerate(bits)]
+    bits = [(whole[i] ^ 1 << i % 8).to_bytes() for i in range(len(whole))]
+    wrong = [whole[:i] + bit + whole[i + 1 :] for i, bit in enumerate(bits)]
     wrong += [whole[:length] for length in range(len(whole))]
     wrong += [whole + b"\0", bytes(len(whole))]
     wrong += [whole[:length] + bytes(len(whole) - length) for length in range(60)]
@@ -164,7 +166,7 @@ def test_damage(cache: CacheDir) -> None:
 
 
 def filled(tmp_path: Path, count: int = 10) -> CacheDir:
-    """Return a full cache; the first entry was used last an hour ago, and so on."""
+    """Return a full cache; its entries were last used 60 minutes ago, 59, and so on."""
     cache = CacheDir(tmp_path / "cache", 10 * (1000 + HEADER))
     for number in range(count):
         cache.put(str(number), contents(str(number), 1000))
@@ -173,13 +175,13 @@ def filled(tmp_path: Path, count: int = 10) -> CacheDir:
 
 
 def kept(cache: CacheDir, count: int = 11) -> set[int]:
-    """Return which entries are there."""
+    """Return the numbers of the entries that are left."""
     every = range(count)
     return {number for number in every if path_of(cache, str(number)).exists()}
 
 
-def test_least_recently_used_go_first(tmp_path: Path) -> None:
-    """And a use counts: 0 was the oldest until it was read."""
+def test_least_recently_used_entries_are_evicted_first(tmp_path: Path) -> None:
+    """A read counts as use: entry 0 was the oldest until then."""
     cache = filled(tmp_path)
     assert kept(cache) == set(range(10))
     assert cache.get("0") == contents("0", 1000)
@@ -189,23 +191,22 @@ def test_least_recently_used_go_first(tmp_path: Path) -> None:
 
 
 def test_other_files_are_left_alone(tmp_path: Path) -> None:
-    """Whatever is in the directory that is no entry."""
     cache = filled(tmp_path)
     folder = path_of(cache, "0").parent
     names = ["notes.txt", "zz/" + "a" * 62]
     names += [f"{folder.name}/notes.txt", f"{folder.name}/.x.tmp"]
-    others = [Path(cache.directory, name) for name in names]
-    for path in others:
+    strangers = [Path(cache.directory, name) for name in names]
+    for path in strangers:
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(b"x" * 1000)
         age(path, 1e6)
     for number in range(20):
         cache.put(str(number), b"x" * 1000)
-    assert all(path.exists() for path in others)
+    assert all(path.exists() for path in strangers)
 
 
-def test_leftovers_of_dead_writers_go(tmp_path: Path) -> None:
-    """Those of the dead after a minute, all after an hour."""
+def test_temporary_files_of_dead_writers_are_deleted(tmp_path: Path) -> None:
+    """After a minute if the writer is dead, after an hour in any case."""
     cache = CacheDir(tmp_path, 10_000)
     cache.put("a", b"x")
     path = path_of(cache, "a")
@@ -218,7 +219,7 @@ def test_leftovers_of_dead_writers_go(tmp_path: Path) -> None:
             age(left, seconds)
             made[who, seconds] = left
     scan(cache)
-    there = {what for what, left in made.items() if left.exists()}
+    there = {writer for writer, left in made.items() if left.exists()}
     assert there == {("dead", 0), ("alive", 0), ("alive", 90), ("none", 0)}
     assert cache.get("a") == b"x"
 
@@ -228,7 +229,7 @@ def test_leftovers_of_dead_writers_go(tmp_path: Path) -> None:
 
 @pytest.fixture
 def one_warning() -> Iterator[list[str]]:
-    """Expect that one warning is given, once; gives its text when it is."""
+    """Expect exactly one warning; its text is in the list afterwards."""
     said: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -240,21 +241,18 @@ def one_warning() -> Iterator[list[str]]:
 
 
 def put_many(cache: CacheDir) -> int:
-    """Put a megabyte; return how many entries are there, all of which are right."""
+    """Put a megabyte; return the number of entries, all of which are right."""
     keys = [f"{number}?sig=MARKER" for number in range(50)]
     for key in keys:
         cache.put(key, contents(key, 20_000))
-    found = [(key, data) for key in keys if (data := cache.get(key)) is not None]
-    assert all(data == contents(key, 20_000) for key, data in found)
+    hits = [(key, data) for key in keys if (data := cache.get(key)) is not None]
+    assert all(data == contents(key, 20_000) for key, data in hits)
     assert not [path for path in files(cache.directory) if path.suffix == ".tmp"]
-    return len(found)
+    return len(hits)
 
 
-def test_files_may_not_be_so_large(tmp_path: Path, one_warning: list[str]) -> None:
-    """EFBIG, after a part was written; storing pauses, then goes on.
-
-    What was stored before stays to be read.
-    """
+def test_file_size_limits_pause_storing(tmp_path: Path, one_warning: list[str]) -> None:
+    """Earlier entries stay readable, and storing resumes after the pause."""
     cache = CacheDir(tmp_path, ROOMY)
     cache.put("7?sig=MARKER", contents("7?sig=MARKER", 20_000))
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -269,8 +267,8 @@ def test_files_may_not_be_so_large(tmp_path: Path, one_warning: list[str]) -> No
     assert put_many(cache) == 50
 
 
-def test_may_read_only(tmp_path: Path) -> None:
-    """A cache that another user fills serves; damage stays where it is."""
+def test_a_read_only_cache_serves_its_entries(tmp_path: Path) -> None:
+    """A damaged entry is a miss, although it cannot be deleted."""
     with tempfile.TemporaryDirectory() as directory:
         Path(directory).chmod(0o755)
         cache = CacheDir(directory, ROOMY)
@@ -279,12 +277,11 @@ def test_may_read_only(tmp_path: Path) -> None:
             age(path_of(cache, key), HOUR)
         damage(path_of(cache, "b"), 60)
         with as_nobody():
-            found = [cache.get(key) for key in "abc"]
-        assert found == [b"x", None, None]
+            results = [cache.get(key) for key in "abc"]
+        assert results == [b"x", None, None]
 
 
-def test_may_not_even_read(one_warning: list[str]) -> None:
-    """Is a miss, and said once."""
+def test_an_unreadable_cache_warns_once_and_misses(one_warning: list[str]) -> None:
     with tempfile.TemporaryDirectory() as directory:
         cache = CacheDir(directory, ROOMY)
         cache.put("a", b"x")
@@ -296,7 +293,7 @@ def test_may_not_even_read(one_warning: list[str]) -> None:
 
 @contextlib.contextmanager
 def as_nobody() -> Iterator[None]:
-    """Be no superuser within the block."""
+    """Run the block as a user without privileges."""
     user = os.geteuid()
     if not user:
         os.seteuid(65534)
@@ -307,8 +304,10 @@ def as_nobody() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("place", ["file", "file/below", "/proc/none"])
-def test_no_directory_can_be(tmp_path: Path, place: str, one_warning: Any) -> None:
-    """A file is in its place, or the file system makes none."""
+def test_a_directory_that_cannot_be_written_only_warns(
+    tmp_path: Path, place: str, one_warning: Any
+) -> None:
+    """A file has this path, or the file system refuses to create it."""
     (tmp_path / "file").touch()
     cache = CacheDir(tmp_path / place, ROOMY)
     assert put_many(cache) == 0
@@ -329,10 +328,10 @@ def contents(key):
     return draw.randbytes(draw.randrange(LARGEST))
 
 def check(cache, key):
-    found = cache.get(key)
-    if found is not None and found != contents(key):
+    data = cache.get(key)
+    if data is not None and data != contents(key):
         os._exit(3)
-    return found
+    return data
 
 def work(seed, turns):
     draw, cache = random.Random(seed), CacheDir(directory, max_bytes)
@@ -353,15 +352,15 @@ def begin(seed, turns):
     return pid
 
 def size():
-    found = 0
+    total = 0
     for folder in os.scandir(directory):
         if folder.is_dir():
             for file in os.scandir(folder):
                 try:
-                    found += file.stat().st_size
+                    total += file.stat().st_size
                 except FileNotFoundError:
                     pass
-    return found
+    return total
 
 def operate(count):
     global most
@@ -376,7 +375,7 @@ for seed in range(lives):
     killed = left.pop(0)
     os.kill(killed, signal.SIGKILL)
     assert os.waitpid(killed, 0)[1] == signal.SIGKILL
-    # The last of them live to the end; the others would go on for ever.
+    # The last workers end by themselves; the others only when they are killed.
     is_last = seed >= lives - workers
     left.append(begin(workers + seed, range(500) if is_last else itertools.count()))
 os.close(said)
@@ -386,7 +385,7 @@ assert {os.waitpid(pid, 0)[1] for pid in left} == {0}
 cache = CacheDir(directory, max_bytes)
 hits = sum(check(cache, f"key {number}") is not None for number in range(150))
 
-# A lock that was held when a process was forked does not hold its child up.
+# A lock that was held during a fork does not block the child.
 with cache._lock:
     pid = os.fork()
     if not pid:
@@ -399,13 +398,13 @@ print(most, hits)
 
 
 @pytest.mark.slow
-def test_processes_that_are_killed(tmp_path: Path) -> None:
-    """Four at a time, fourteen killed: no wrong bytes, the bound, nothing left."""
+def test_killed_processes_leave_no_wrong_entries(tmp_path: Path) -> None:
+    """Four at a time, fourteen killed: the bound holds, and leftovers are deleted."""
     workers, max_bytes, largest = 4, 1_000_000, 40_000 + HEADER
     ended = python("-c", HAMMER, tmp_path, max_bytes, workers, 14)
     assert not ended.returncode, ended.stderr
     most, hits = map(int, ended.stdout.split())
-    # What each puts while one scans, and what the killed ones left unfinished.
+    # Entries put while a process scans, and files that killed processes left.
     left = sum(path.stat().st_size for path in files(tmp_path) if path.suffix == ".tmp")
     assert most <= max_bytes + workers * (max_bytes // 32 + 2 * largest) + left
     assert hits > 20

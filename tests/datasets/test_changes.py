@@ -40,8 +40,8 @@ SMALL: dict[str, Any] = {"max_bytes": 1 << 18, "requests": QUICK, **AT_ONCE}
 
 
 def lines(count: int, mark: str = "a") -> bytes:
-    """Return lines of text that tell their version, of equal lengths."""
-    return b"".join(f"{mark}{at:07} {'x' * 990}\n".encode() for at in range(count))
+    """Return lines of equal length that contain their version."""
+    return b"".join(f"{mark}{i:07} {'x' * 990}\n".encode() for i in range(count))
 
 
 @pytest.mark.parametrize(
@@ -54,13 +54,15 @@ def lines(count: int, mark: str = "a") -> bytes:
         ("", 1500, 0),
         ("", 2500, 0),
         ("strong unconditional", 2000, 0),
-        # An answer of another version is no answer to a request that failed before.
+        # After a failed request, an answer of another version does not count.
         ("", 1900, 2),
         ("date", 1900, 2),
         ("weak", 1900, 2),
     ],
 )
-async def test_while_it_is_read(tags: str, count: int, failures: int) -> None:
+async def test_a_shard_changed_while_being_read_is_refused(
+    tags: str, count: int, failures: int
+) -> None:
     with ChangingServer(lines(2000), tags=tags) as server:
         async with aiter(TextDataset(f"{server.url}/a", **SMALL)) as iterator:
             await anext(iterator)
@@ -73,11 +75,11 @@ async def test_while_it_is_read(tags: str, count: int, failures: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["", "broken", "cut", "refused", "changed"])
 @pytest.mark.parametrize("tags", ["strong", ""])
-async def test_a_server_without_ranges(fault: str, tags: str) -> None:
+async def test_without_ranges_reads_are_exact_or_fail(fault: str, tags: str) -> None:
     body = lines(5000)
     with ChangingServer(body, tags=tags, has_ranges=False) as server:
         if fault in {"broken", "changed", "cut"}:
-            server.break_off(at=3_000_000, times=10**9 if fault == "cut" else 2)
+            server.break_off(end=3_000_000, times=10**9 if fault == "cut" else 2)
         if fault == "refused":
             server.fail_next(3)
         if fault == "changed":
@@ -116,8 +118,8 @@ ITERABLES: dict[str, Callable[[int], Any]] = {
 
 
 @pytest.mark.parametrize("kind", ITERABLES)
-async def test_an_iterable_that_shrank_before_it_is_resumed(kind: str) -> None:
-    """Its epoch does not just end; at the very end nothing is missing."""
+async def test_a_shrunk_iterable_is_refused_on_resume(kind: str) -> None:
+    """An error is raised: the epoch must not end silently."""
     make = ITERABLES[kind]
     for taken in range(1, 9):
         first, state = await read(make(8), taken)
@@ -140,23 +142,23 @@ SOON = Requests(base_delay=0.001, max_delay=0.001)
 
 
 def short(to: Sender, start: int, stop: int) -> None:
-    """Send half of a range, of which the field names all."""
+    """Send half of a range whose Content-Range names all of it."""
     to.send_part(206, start, stop, (start + stop) // 2)
 
 
 def less(to: Sender, start: int, stop: int) -> None:
-    """Give half of a range, and say so."""
+    """Send half of a range, with a Content-Range that says so."""
     half = (start + stop) // 2
     to.send_part(206, start, half, half)
 
 
 def cut(to: Sender, start: int, stop: int) -> None:
-    """Announce all, and hang up in the middle."""
+    """Announce the length of the range, and hang up in the middle."""
     to.send_part(206, start, stop, (start + stop) // 2, length=stop - start)
 
 
 def page(to: Sender, _start: int, _stop: int) -> None:
-    """Answer as a gateway does."""
+    """Answer with an HTML page, as a gateway does."""
     to.answer(200, b"<html/>", {"Content-Type": "text/html; charset=utf-8"})
 
 
@@ -194,7 +196,7 @@ def serving(bad: Bad, when: Any, body: bytes = BODY) -> Iterator[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("bad", [short, less, cut, page, tagged_page])
 @pytest.mark.parametrize("number", [0, 1, 2])
-async def test_a_shard_is_read_in_spite_of(bad: Bad, number: int) -> None:
+async def test_a_shard_is_read_despite_a_bad_answer(bad: Bad, number: int) -> None:
     body = bytes_of(pa.table({"x": range(9)}), "parquet")
     with serving(bad, [number], body) as url:
         table = ParquetDataset("a.parquet", store=url, requests=SOON)
@@ -210,7 +212,7 @@ async def test_a_shard_is_read_in_spite_of(bad: Bad, number: int) -> None:
 
 
 @pytest.mark.parametrize("bad", [page, tagged_page, cut])
-async def test_an_object_is_read_in_spite_of(bad: Bad) -> None:
+async def test_an_object_is_read_despite_a_bad_answer(bad: Bad) -> None:
     for size in (0, len(BODY)):
         with serving(bad, [0]) as url:
             async with ObjectDataset(url, ["a.bin"], requests=SOON) as objects:
@@ -218,8 +220,8 @@ async def test_an_object_is_read_in_spite_of(bad: Bad) -> None:
                 assert memoryview(await objects[0]) == BODY
 
 
-async def test_an_object_whose_listed_size_did_not_come() -> None:
-    """A shorter body is the object only if the server says so when asked."""
+async def test_a_body_below_its_listed_size_is_requested_again() -> None:
+    """A short body is the object only if the server confirms its size."""
 
     def half(to: Sender, _start: int, _stop: int) -> None:
         to.send_part(200, 0, 5, 5)
@@ -239,21 +241,21 @@ async def test_an_object_whose_listed_size_did_not_come() -> None:
         (page, DatasetError, r"a web page \(text/html; charset=utf-8, 7 bytes\)"),
     ],
 )
-async def test_answers_that_stay_bad(bad: Bad, kind: Any, words: str) -> None:
+async def test_persistent_bad_answers_fail(bad: Bad, kind: Any, words: str) -> None:
     with serving(bad, ALWAYS) as url, pytest.raises(kind, match=words) as caught:
         [x async for x in TextDataset("a.txt", store=url, requests=SHORT)]
     assert "given up after 1 s" in str(caught.value)
     assert caught.value.attempts > 1
 
 
-async def test_a_shard_that_is_sent_compressed() -> None:
+async def test_a_content_encoding_is_refused() -> None:
     bad: Bad = lambda to, *_: to.answer(200, b"\x1f\x8b", {"Content-Encoding": "gzip"})  # noqa: E731
     with serving(bad, ALWAYS) as url, pytest.raises(DatasetError, match="compressed, "):
         await anext(aiter(TextDataset("a.txt", encoding="latin-1", store=url)))
 
 
-async def test_pages_that_were_asked_for() -> None:
-    """A name can say so; or a store has a tag for what has no ending."""
+async def test_html_that_was_requested_is_read() -> None:
+    """The name ends in .html, or it has no ending and the store sends an ETag."""
     for bad, name in ((page, "index.html"), (tagged_page, "crawled/0f3a")):
         with serving(bad, range(9)) as url:
             async with ObjectDataset(url, [name]) as objects:
@@ -262,7 +264,7 @@ async def test_pages_that_were_asked_for() -> None:
 
 @pytest.mark.parametrize("kind", ["object", "shard"])
 async def test_a_body_without_a_length_is_refused_at_once(kind: str) -> None:
-    """However often it is requested again, it will have none."""
+    """Retrying would not help."""
     with serving(endless, ALWAYS) as url:
         dataset: Any = ObjectDataset(url, ["a", "b"])
         if kind == "shard":
@@ -277,7 +279,7 @@ async def test_a_body_without_a_length_is_refused_at_once(kind: str) -> None:
 @pytest.mark.parametrize("bad", [silent, stuck])
 @pytest.mark.parametrize("kind", ["object", "shard"])
 async def test_the_deadline_holds(bad: Bad, kind: str) -> None:
-    """From the first attempt on, with or without an answer."""
+    """From the first attempt on, whether the server answers or not."""
     requests = Requests(timeout=0.1, deadline=0.4, base_delay=0.1, max_delay=0.1)
     with serving(bad, ALWAYS) as url:
         dataset: Any = ObjectDataset(url, ["a.txt"], requests=requests)
@@ -291,7 +293,7 @@ async def test_the_deadline_holds(bad: Bad, kind: str) -> None:
                 [batch async for batch in loader]
 
 
-def test_a_listing_that_hangs() -> None:
+def test_a_hanging_listing_times_out() -> None:
     requests = Requests(timeout=0.1, deadline=0.3, base_delay=0)
     with serving(silent, ALWAYS) as url:
         options = {"endpoint": url, "region": "x", "skip_signature": True}
@@ -300,8 +302,8 @@ def test_a_listing_that_hangs() -> None:
 
 
 @pytest.mark.parametrize("kind", ["object", "shard", "listing"])
-def test_a_wrong_port(kind: str, unused_port: int) -> None:
-    """It ends within seconds, not at the deadline of two minutes."""
+def test_a_wrong_port_fails_within_seconds(kind: str, unused_port: int) -> None:
+    """Not only at the deadline of two minutes."""
     url = f"http://127.0.0.1:{unused_port}"
     requests = Requests(base_delay=1e12, max_delay=1e12)  # later than 5 s
     options = {"endpoint": url, "region": "x", "skip_signature": True}
@@ -327,7 +329,7 @@ def test_a_timeout_names_the_last_error(workers: int, unused_port: int) -> None:
     requests = Requests(base_delay=1e12, max_delay=1e12, deadline=1e13)
     once = {"retry_config": {"max_retries": 0}}
     objects = ObjectDataset(url, ["a"] * 8, requests=requests, store_options=once)
-    objects._store.has_answered = True  # patience
+    objects._store.has_answered = True  # as after an answer: the whole deadline
     options: Any = {"num_workers": 1, "fetch": "workers"} if workers else {}
     iterator = iter(DataLoader(objects, timeout=0.5, **options))
     words, text = "being retried after: cannot read 'ht", ""
@@ -341,29 +343,29 @@ def test_a_timeout_names_the_last_error(workers: int, unused_port: int) -> None:
 
 # -- one guard for every format --------------------------------------------------------
 
-# Many rows, for files that are not all read ahead, and few.
+# Many rows, so that files are not completely read ahead, and few rows.
 LONG, ROWS = 100_000, 2000
 LITTLE: dict[str, Any] = {"max_bytes": 1 << 16}
 
 
 def table(start: int, rows: int = ROWS) -> pa.Table:
-    """Return numbers that all have as many digits."""
+    """Return numbers with equally many digits."""
     return pa.table({"a": pa.array(range(10**6 + start, 10**6 + start + rows))})
 
 
 def number_lines(start: int, rows: int = ROWS) -> bytes:
-    return "".join(f"{10**6 + start + at}\n" for at in range(rows)).encode()
+    return "".join(f"{10**6 + start + i}\n" for i in range(rows)).encode()
 
 
 def parquet(start: int, rows: int = ROWS) -> bytes:
-    """Return small row groups, packed to the same length."""
+    """Return small row groups whose bytes have the same length."""
     plain: Any = {"compression": "none", "use_dictionary": False}
     length = min(5000, -(-rows // 2))
     return bytes_of(table(start, rows), "parquet", length, **plain)
 
 
 def tar(start: int, rows: int = ROWS) -> bytes:
-    """Return an archive of fewer samples, which do not depend on the start."""
+    """Return an archive of fewer samples, independent of the start."""
     return big_shard(rows // 20, 400)
 
 
@@ -381,10 +383,8 @@ FORMATS: dict[str, Format] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ending", ["csv", "parquet", "arrow"])
-async def test_a_file_that_is_replaced_between_its_shards(
-    ending: str, tmp_path: Path
-) -> None:
-    """Its metadata was read when shards were listed; another file is not read by it."""
+async def test_a_file_replaced_after_listing_fails(ending: str, tmp_path: Path) -> None:
+    """Metadata read while listing shards does not apply to the new file."""
     make, body = FORMATS[ending]
     for name in "ab":
         put(tmp_path / f"{name}.{ending}", body(0, LONG))
@@ -400,7 +400,7 @@ async def test_a_file_that_is_replaced_between_its_shards(
 @pytest.mark.slow
 @pytest.mark.parametrize("ending", FORMATS)
 @pytest.mark.parametrize("where", ["file", "strong", "weak", "date"])
-async def test_a_replacement_of_the_same_size(
+async def test_a_replacement_of_the_same_size_is_refused_on_resume(
     ending: str, where: str, tmp_path: Path
 ) -> None:
     make, body = FORMATS[ending]
@@ -425,28 +425,27 @@ async def test_a_replacement_of_the_same_size(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ending", FORMATS)
-async def test_copies(ending: str, tmp_path: Path) -> None:
-    """A copy elsewhere has another time and is the same; so is one that keeps it."""
+async def test_a_state_fits_copies_of_a_file(ending: str, tmp_path: Path) -> None:
+    """One has another path and time; one was written again with the same time."""
     make, body = FORMATS[ending]
-    path, other = tmp_path / "one" / f"a.{ending}", tmp_path / "two" / f"a.{ending}"
-    for place in (path, other):
+    path, copy = tmp_path / "one" / f"a.{ending}", tmp_path / "two" / f"a.{ending}"
+    for place in (path, copy):
         place.parent.mkdir()
         put(place, body(0))
     _, state = await read(make(str(path)), 70)
     rest, _ = await read(make(str(path)), state=state)
-    found, state = await read(make(str(other)), 7, state)
-    assert [*map(str, found)] == [
-        str(row).replace("/one/", "/two/") for row in rest[:7]
-    ]
-    facts = other.stat()
-    other.unlink()
-    put(other, body(0))
-    os.utime(other, ns=(facts.st_atime_ns, facts.st_mtime_ns))
-    found, _ = await read(make(str(other)), state=state)
-    assert len(found) == len(rest) - 7
+    rows, state = await read(make(str(copy)), 7, state)
+    assert [*map(str, rows)] == [str(row).replace("/one/", "/two/") for row in rest[:7]]
+    facts = copy.stat()
+    copy.unlink()
+    put(copy, body(0))
+    os.utime(copy, ns=(facts.st_atime_ns, facts.st_mtime_ns))
+    rows, _ = await read(make(str(copy)), state=state)
+    assert len(rows) == len(rest) - 7
 
 
-def test_a_loader_resumes_or_refuses(tmp_path: Path) -> None:
+def test_a_loader_refuses_changed_files(tmp_path: Path) -> None:
+    """With strict=False it accepts a file of the same size."""
     path = tmp_path / "a.txt"
     put(path, number_lines(0))
     loader: Any = DataLoader(TextDataset(str(path)), 10, num_workers=1)

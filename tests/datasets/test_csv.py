@@ -1,4 +1,4 @@
-"""CSV: what pyarrow reads, from any row on, cut anywhere; no wrong row in silence."""
+"""CSV: pyarrow's rows, from any row on, cut anywhere; no wrong row is silent."""
 
 import bz2
 import gzip
@@ -41,7 +41,7 @@ PACKED: dict[str, Any] = {
 
 
 def written(folder: Path, *texts: str, ending: str = "csv") -> list[str]:
-    paths = [str(folder / f"{at}.{ending}") for at in range(len(texts))]
+    paths = [str(folder / f"{i}.{ending}") for i in range(len(texts))]
     for path, text in zip(paths, texts, strict=True):
         put(path, PACKED.get(ending.rpartition(".")[2], bytes)(text.encode()))
     return paths
@@ -54,8 +54,8 @@ def numbered(first: int, stop: int) -> str:
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(formats, "_RANGE", 100)
-    monkeypatch.setattr(formats, "BLOCK", 64)
+    monkeypatch.setattr(formats, "_RANGE_BYTES", 100)
+    monkeypatch.setattr(formats, "_BLOCK_BYTES", 64)
 
 
 @pytest.mark.slow
@@ -67,22 +67,22 @@ async def test_reads_what_pyarrow_reads(
 ) -> None:
     paths = written(tmp_path, numbered(0, 30), numbered(30, 50), ending=ending)
     form = made(paths, is_remote=is_remote)
-    found = await shards(form)
-    assert len(found) == (2 if ending != "csv" else 10)
+    listed = await shards(form)
+    assert len(listed) == (2 if ending != "csv" else 10)
     rows = await read_all(form)
     table = pacsv.read_csv(io.BytesIO(numbered(0, 50).encode()))
     assert plain(rows) == expected(table)
     assert type(rows[0]["n"]) is np.int64
-    whole = await read_shard(form, found[1])
+    whole = await read_shard(form, listed[1])
     for row in range(len(whole) + 1):
-        assert await read_shard(form, found[1], row=row) == whole[row:]
+        assert await read_shard(form, listed[1], row=row) == whole[row:]
     await check_resumes(CSVDataset(paths), rows, range(51))
 
 
 # -- types ---------------------------------------------------------------------------
 
 
-async def test_types_of_all_files_are_one(tmp_path: Path) -> None:
+async def test_all_files_have_the_same_column_types(tmp_path: Path) -> None:
     texts = "n,s\n1,\n2,\n", "s,n\na,0.5\n", "n,s\n,b\n"
     paths = written(tmp_path, *texts)
     rows = await read_all(made(paths))
@@ -106,7 +106,7 @@ async def test_types_of_all_files_are_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("small")
-async def test_a_line_that_cannot_be_read(tmp_path: Path) -> None:
+async def test_a_malformed_line_fails_alone(tmp_path: Path) -> None:
     bad = {7: "seven,1,x", 20: "20,1", 21: "21,2,x,more"}
     text = "\n".join(["n,x,s", *(bad.get(n, f"{n},0.5,a") for n in range(40)), ""])
     form = made(written(tmp_path, text), column_types={"n": "int64"})
@@ -122,14 +122,14 @@ async def test_a_line_that_cannot_be_read(tmp_path: Path) -> None:
     assert "column 'n' has 'seven', which is not int64" in str(failed[0].error)
 
 
-async def test_integers_above_int64(tmp_path: Path) -> None:
+async def test_integers_above_int64_are_uint64(tmp_path: Path) -> None:
     ids = [2**63, 2**64 - 1, 7]
-    lines = "".join(f"{one},0.5,{one}\n" for one in ids)
+    lines = "".join(f"{n},0.5,{n}\n" for n in ids)
     (path,) = written(tmp_path, f"id,x,n\n{lines},.5,1\n")
     rows = await read_all(made(path, column_types={"n": "float64"}))
     assert [row["id"] for row in rows] == [*map(np.uint64, ids), None]
     assert [type(row["n"]) for row in rows] == [np.float64] * 4
-    (batch,) = [one async for one in DataLoader(CSVDataset(path, ["id"]).take(3), 3)]
+    (batch,) = [b async for b in DataLoader(CSVDataset(path, ["id"]).take(3), 3)]
     assert batch["id"].dtype is torch.uint64
 
 
@@ -140,7 +140,7 @@ async def test_integers_above_int64(tmp_path: Path) -> None:
     (str(2**63), "-1", "column 'id' has '-1', which is not uint64"),
     ("", "a", "'a' and no known type: its first values are empty; "),
 ], ids=str)  # fmt: skip
-async def test_a_value_that_is_not_of_its_columns_type(
+async def test_a_value_of_another_type_is_an_error(
     first: str, later: str, words: str, tmp_path: Path
 ) -> None:
     head, tail = f"0.5,{first}\n" * 20_000, f"0.5,{later}\n"
@@ -153,7 +153,7 @@ async def test_a_value_that_is_not_of_its_columns_type(
 
 
 @pytest.mark.usefixtures("small")
-async def test_other_dialects(tmp_path: Path) -> None:
+async def test_options_set_the_dialect(tmp_path: Path) -> None:
     text = "\ufeff'a;b';1\r\nNA;2\r\n\r\n'it''s';"
     options: Any = {"delimiter": ";", "quote_char": "'", "column_names": ["s", "n"]}
     form = made(written(tmp_path, text), **options, null_values=["NA", ""])
@@ -167,8 +167,8 @@ async def test_other_dialects(tmp_path: Path) -> None:
 
 @PLACES
 @pytest.mark.usefixtures("small")
-async def test_newlines_in_values(is_remote: bool, tmp_path: Path) -> None:
-    """A file is one shard then; else a range that ends so is an error."""
+async def test_newlines_in_values_are_opt_in(is_remote: bool, tmp_path: Path) -> None:
+    """Then a file is one shard; without the option, an open quote is an error."""
     value = "one\ntwo\r\n\nthree " * 5
     text = "n,s\n" + "".join(f'{n},"{value}"\n' for n in range(20))
     paths = written(tmp_path, text)
@@ -179,21 +179,21 @@ async def test_newlines_in_values(is_remote: bool, tmp_path: Path) -> None:
         await read_all(made(paths, is_remote=is_remote))
 
 
-async def test_a_quote_that_is_missing(tmp_path: Path) -> None:
+async def test_a_missing_quote_is_an_error(tmp_path: Path) -> None:
     paths = written(tmp_path, 'n,s\n1,"a"\n2,"b\n3,c\n')
     for newlines in (False, True):
         with pytest.raises(DatasetError, match="line at byte 10 that ends wi"):
             await read_all(made(paths, newlines_in_values=newlines))
-    # A quote amid a value is a character.
+    # A quote within a value is a character.
     paths = written(tmp_path, 'n,s\n1,5" pipe\n2,x\n')
     assert [row["s"] for row in await read_all(made(paths))] == ['5" pipe', "x"]
-    # With carriage returns alone, all would be in the first line.
+    # With carriage returns alone, the whole file would be the first line.
     with pytest.raises(DatasetError, match="carriage returns without"):
         await read_all(made(written(tmp_path, "a,b\r1,2\r3,4\r")))
 
 
 @PLACES
-async def test_empty_files(is_remote: bool, tmp_path: Path) -> None:
+async def test_empty_files_need_column_names(is_remote: bool, tmp_path: Path) -> None:
     (path,) = written(tmp_path, "")
     with pytest.raises(DatasetError, match=r"has no first line.*column_names="):
         await shards(made(path, is_remote=is_remote))
@@ -203,8 +203,8 @@ async def test_empty_files(is_remote: bool, tmp_path: Path) -> None:
         assert await read_all(made(written(tmp_path, text), is_remote=is_remote)) == []
 
 
-async def test_a_long_first_line(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(formats, "_LEAST_HEAD", 16)
+async def test_a_long_header_is_read_whole(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(formats, "_MIN_HEAD", 16)
     names = [f"column {n}" for n in range(50)]
     text = ",".join(names) + "\n" + ",".join(["7"] * 50) + "\n"
     for is_remote in (False, True):
@@ -212,20 +212,20 @@ async def test_a_long_first_line(tmp_path: Path, monkeypatch: Any) -> None:
         assert rows == [dict.fromkeys(names, 7)]
 
 
-async def test_cuts_before_the_first_row(tmp_path: Path) -> None:
-    """Within empty lines, or a first line of several: names are never a row."""
+async def test_cuts_before_the_first_row_change_no_row(tmp_path: Path) -> None:
+    """Within empty lines or a header of several lines; the header is no row."""
     several = '"a\n1,2\n3,4",b\nx,y\n'
     for text, names in (("\n" * 40 + "a,b\nx,y\n", "ab"), (several, "")):
         (path,) = written(tmp_path, text)
-        parts = [await read(CSVDataset(path).shard(at, 4)) for at in range(4)]
-        rows = [row for found, _ in parts for row in found]
+        parts = [await read(CSVDataset(path).shard(rank, 4)) for rank in range(4)]
+        rows = [row for part, _ in parts for row in part]
         assert [list(row.values()) for row in rows] == [["x", "y"]]
         assert not names or list(rows[0]) == list(names)
 
 
 @pytest.mark.usefixtures("small")
-async def test_a_file_that_grew_is_cut_elsewhere(tmp_path: Path) -> None:
-    """A state of its first cuts is refused, also if there are as many."""
+async def test_a_state_of_a_file_that_grew_is_refused(tmp_path: Path) -> None:
+    """Even if the file is cut into as many shards as before."""
     (path,) = written(tmp_path, "n\n" + "".join(f"{n:03}\n" for n in range(100)))
     stream = CSVDataset(path).shard(0, 100)
     _, state = await read(stream)
@@ -235,8 +235,7 @@ async def test_a_file_that_grew_is_cut_elsewhere(tmp_path: Path) -> None:
         await read(stream)
 
 
-async def test_a_packing_that_is_not_read_is_refused(tmp_path: Path) -> None:
-    """Packed bytes are never taken for a table."""
+async def test_unsupported_compression_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "a?.csv.xz"
     path.write_bytes(lzma.compress(b"a,b\n1,2\n"))
     with pytest.raises(DatasetError, match=r"compressed as \.xz.* use one of \.gz"):
@@ -280,7 +279,7 @@ def batches() -> Iterator[pa.RecordBatch]:
 
 
 class Exported:
-    """What has Arrow's protocol, and no more."""
+    """An object with Arrow's stream protocol only."""
 
     def __arrow_c_stream__(self, requested_schema: Any = None) -> Any:
         return TABLE.__arrow_c_stream__(requested_schema)
@@ -307,13 +306,13 @@ EVERY = pytest.mark.parametrize("make", SHARDED + STREAMED, ids=NAMES)
 
 @pytest.fixture(autouse=True)
 def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "_SHARD", 30)
-    monkeypatch.setattr(memory, "_ROWS", 8)
+    monkeypatch.setattr(memory, "_SHARD_ROWS", 30)
+    monkeypatch.setattr(memory, "BATCH_ROWS", 8)
 
 
 @pytest.mark.slow
 @EVERY
-async def test_all_rows_once(make: Make, tmp_path: Path) -> None:
+async def test_all_rows_are_read_once(make: Make, tmp_path: Path) -> None:
     source = make(tmp_path)
     stream = from_arrow(source, ["n", "s", "year"])
     for _ in range(2):
@@ -328,23 +327,23 @@ async def test_all_rows_once(make: Make, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @EVERY
-async def test_resume_at_every_row(make: Make, tmp_path: Path) -> None:
+async def test_reading_resumes_after_any_row(make: Make, tmp_path: Path) -> None:
     stream = from_arrow(make(tmp_path), ["n"])
-    for one in (stream, stream.shard(1, 2)):
-        one.set_epoch(0)
-        whole = (await read(one))[0]
-        await check_resumes(one, whole, range(0, len(whole) + 1, 13))
+    for part in (stream, stream.shard(1, 2)):
+        part.set_epoch(0)
+        whole = (await read(part))[0]
+        await check_resumes(part, whole, range(0, len(whole) + 1, 13))
 
 
 @EVERY
 async def test_batches_are_columns(make: Make, tmp_path: Path) -> None:
     loader: Any = DataLoader(from_arrow(make(tmp_path), ["n"]), 32)
-    found = [batch["n"] async for batch in loader]
-    assert [len(one) for one in found] == [32, 32, 32, 4]
-    assert np.concatenate(found).tolist() == [*range(100)]
+    columns = [batch["n"] async for batch in loader]
+    assert [len(column) for column in columns] == [32, 32, 32, 4]
+    assert np.concatenate(columns).tolist() == [*range(100)]
 
 
-async def test_a_dataset_skips_what_it_can(tmp_path: Path) -> None:
+async def test_filters_skip_files_and_row_groups(tmp_path: Path) -> None:
     source = hive(tmp_path)
     stream = from_arrow(source, filters=[("year", "=", 2021), ("n", ">=", 80)])
     shards = await stream.made_by.shards(None)  # type: ignore[attr-defined]
@@ -357,17 +356,19 @@ async def test_a_dataset_skips_what_it_can(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [hive, feather])
 @pytest.mark.parametrize("filters", [None, pc.field("n") >= 60], ids=["all", "some"])
-async def test_fragments_are_cut(make: Make, filters: Any, tmp_path: Path) -> None:
+async def test_fragments_are_cut_for_more_ranks(
+    make: Make, filters: Any, tmp_path: Path
+) -> None:
     stream = from_arrow(make(tmp_path), ["n"], filters=filters)
     whole = [row["n"] for row in (await read(stream))[0]]
-    found = [(await read(stream.shard(rank, 9)))[0] for rank in range(9)]
-    assert [row["n"] for part in found for row in part] == whole
-    assert max(map(len, found)) <= 20
-    assert make is not hive or min(map(len, found)) > 0
-    await check_resumes(stream.shard(4, 9), found[4], range(len(found[4]) + 1))
+    parts = [(await read(stream.shard(rank, 9)))[0] for rank in range(9)]
+    assert [row["n"] for part in parts for row in part] == whole
+    assert max(map(len, parts)) <= 20
+    assert make is not hive or min(map(len, parts)) > 0
+    await check_resumes(stream.shard(4, 9), parts[4], range(len(parts[4]) + 1))
 
 
-async def test_errors_stay_the_users() -> None:
+async def test_errors_of_a_source_are_raised() -> None:
     def fails() -> Iterator[pa.RecordBatch]:
         yield from TABLE[:5].to_batches()
         raise KeyError("mine")
@@ -380,10 +381,10 @@ async def test_errors_stay_the_users() -> None:
         await read(from_arrow(batches, ["z"]))
 
 
-def test_wrong_sources_are_errors() -> None:
-    for one in (reader(), batches()):
+def test_wrong_sources_are_refused() -> None:
+    for source in (reader(), batches()):
         with pytest.raises(TypeError, match="can be read only once; pass the function"):
-            from_arrow(one)
+            from_arrow(source)
     with pytest.raises(TypeError, match="needs Arrow data, got 'int'"):
         from_arrow(3)
     with pytest.raises(TypeError, match=r"of from_arrow apply to .*\.shuffle\("):
@@ -400,7 +401,7 @@ def test_wrong_sources_are_errors() -> None:
 
 
 class Split:
-    """An iterator of Ray Data, as far as it is used."""
+    """The part of Ray Data's iterator that is used."""
 
     def __init__(self, rank: int, ranks: int) -> None:
         self.rank, self.ranks = rank, ranks
@@ -411,7 +412,7 @@ class Split:
             yield TABLE[start : start + 10]
 
 
-async def test_splits_of_ray() -> None:
+async def test_each_rank_reads_its_ray_split() -> None:
     stream = from_arrow([Split(rank, 3) for rank in range(3)], ["n"])
     for _ in range(2):
         parts = [(await read(stream.shard(rank, 3)))[0] for rank in range(3)]
@@ -419,15 +420,15 @@ async def test_splits_of_ray() -> None:
         assert sorted(row["n"] for part in parts for row in part) == [*range(100)]
 
 
-async def test_splits_for_other_readers() -> None:
+async def test_ray_splits_must_match_the_readers() -> None:
     stream = from_arrow(Split(0, 2))
     assert len((await read(stream))[0]) == 50
     with pytest.raises(ValueError, match="1 iterators of Ray Data for 2 readers"):
         await read(stream.shard(0, 2))
 
 
-async def test_a_state_amid_an_epoch_of_ray() -> None:
-    """Is refused in words, for its order is not the same twice."""
+async def test_ray_data_cannot_resume_within_an_epoch() -> None:
+    """Its order is not the same twice."""
     stream = from_arrow(Split(0, 1))
     for count in (1, 7):
         stream.set_epoch(0)

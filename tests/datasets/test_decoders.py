@@ -1,4 +1,4 @@
-"""Members to values by their extensions, and labels by folder."""
+"""Members are decoded by their extensions, and folders become labels."""
 
 import io
 import json
@@ -28,8 +28,8 @@ from aioloader.datasets import (
     write_parquet,
 )
 from aioloader.errors import DecodeError
-from aioloader.testing._frozen import frozen
 from datasets.shards import SIDE, TREE, encoded, pixels, write_tree
+from datasets.tables import assert_same
 from datasets.tar_archives import Member, archive
 
 COLOURS = pixels(0, 3)
@@ -49,12 +49,8 @@ SAMPLE = {
 }
 
 
-def same(one: Any, other: Any) -> bool:
-    return frozen(one) == frozen(other)
-
-
-def test_members_by_extension() -> None:
-    """Numbers, text, arrays; what is not known, or runs code, stays bytes."""
+def test_extensions_choose_the_decoders() -> None:
+    """Unknown extensions and pickles stay bytes."""
     made = Decoder("rgb8", {"mask.png": "l8"})(SAMPLE)
     expected = {
         **SAMPLE,
@@ -67,28 +63,28 @@ def test_members_by_extension() -> None:
         "npz": {"x": np.arange(2)},
         "pth": {"w": torch.ones(2)},
     }
-    assert same(made, expected)
+    assert_same(made, expected)
 
 
 @pytest.mark.parametrize("spec", sorted(set(decoders.SPECS) - {"torchl", "torchl8"}))
 @pytest.mark.parametrize("shape", [(), (3,), (4,)])
-def test_pictures_as_webdataset_makes_them(spec: str, shape: tuple[int, ...]) -> None:
+def test_images_equal_those_of_webdataset(spec: str, shape: tuple[int, ...]) -> None:
     data = encoded(pixels(2, *shape))
     theirs = wds.autodecode.ImageHandler(spec)(".png", data)
     ours = Decoder(spec)(data)
     if isinstance(ours, Image.Image):
         assert ours.mode == theirs.mode
         ours, theirs = np.asarray(ours), np.asarray(theirs)
-    assert same(ours, theirs)
+    assert_same(ours, theirs)
 
 
 def test_grey_tensors_have_a_channel() -> None:
-    """As torchvision makes them, so that they can be stacked with others."""
+    """As torchvision's have, so that they stack."""
     assert Decoder("torchl")(encoded(pixels(1))).shape == (1, SIDE, SIDE)
 
 
-def test_torchvision_is_used_if_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For what it decodes as Pillow does; not for pictures of 16 bits."""
+def test_torchvision_is_used_if_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For formats that it decodes as Pillow does, so not for BMP."""
     module: Any = types.ModuleType("torchvision.io")
     seen: list[str] = []
 
@@ -112,12 +108,11 @@ def test_torchvision_is_used_if_it_is_there(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setitem(sys.modules, "torchvision.io", None)
     without = [Decoder("torch")(encoded(COLOURS, f)) for f in ("PNG", "JPEG")]
     decoders._torchvision.cache_clear()
-    assert same(with_it[0], without[0])
-    assert same(with_it[1], without[1])
+    assert_same(with_it, without)
 
 
-def test_values_of_more_than_8_bits_are_not_cut() -> None:
-    """Pillow would make 255 of every value above that, in silence."""
+def test_16_bit_images_are_refused() -> None:
+    """Pillow would clip values at 255 silently; a function may read them."""
     deep = encoded(Image.fromarray(np.full((2, 2), 300, np.uint16)))
     with pytest.raises(DecodeError, match=r"more than 8 bits .*'I;16'"):
         Decoder("pil")(deep)
@@ -125,8 +120,8 @@ def test_values_of_more_than_8_bits_are_not_cut() -> None:
     assert read({"png": deep}) == {"png": 300}
 
 
-def test_functions_go_before_words() -> None:
-    """Dicts, with the longest extension first; then handlers as WebDataset has them."""
+def test_functions_take_precedence_over_formats() -> None:
+    """Dicts by their longest extension first, then WebDataset's handlers."""
     handler = wds.handle_extension("left.png", lambda _data: "handled")
     decoder = Decoder("l8", handler, {"png": len, ".Seg.PNG": str})
     made = decoder({"seg.png": b"12", "left.png": b"12", "x.y.png": b"123"})
@@ -143,7 +138,7 @@ def test_functions_go_before_words() -> None:
         ((7,), TypeError, "got int"),
     ],
 )
-def test_wrong_arguments(
+def test_unknown_formats_are_refused(
     specs: tuple[Any, ...], error: type[Exception], words: str
 ) -> None:
     with pytest.raises(error, match=words):
@@ -152,16 +147,16 @@ def test_wrong_arguments(
         TarDataset("x.tar").decode(*specs)
 
 
-def test_samples_that_are_no_dicts() -> None:
+def test_tuples_are_decoded_and_strings_refused() -> None:
     made, label = Decoder("rgb8")((encoded(COLOURS), 3))
-    assert (same(made, COLOURS), label) == (True, 3)
+    assert_same([made, label], [COLOURS, 3])
     with pytest.raises(TypeError, match="got str"):
         Decoder("pil")("text")
     with pytest.raises(TypeError, match="has no word for images"):
         Decoder({"png": len})((b"1", 3))
 
 
-def test_without_pillow(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_pillow_images_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "PIL.Image", None)
     with pytest.raises(ImportError, match=r'pip install "aioloader\[pictures\] @ git'):
         Decoder("pil")
@@ -192,11 +187,11 @@ def test_errors_name_the_sample(name: str, data: bytes, words: str) -> None:
     st.integers(0, 2000),
     st.binary(max_size=8),
 )
-def test_damage_is_an_error_of_the_sample(name: str, at: int, junk: bytes) -> None:
-    """Whatever is wrong: a value, or the house error, and no other."""
+def test_damage_raises_only_decode_errors(name: str, start: int, junk: bytes) -> None:
+    """Or gives a value, if the damage does no harm."""
     body: Any = SAMPLE[name]
-    at %= len(body) + 1
-    damaged = body[:at] + junk + body[at + len(junk) // 2 :]
+    start %= len(body) + 1
+    damaged = body[:start] + junk + body[start + len(junk) // 2 :]
     try:
         Decoder("torch")({"__key__": "a", name: damaged})
     except DecodeError as error:
@@ -206,14 +201,14 @@ def test_damage_is_an_error_of_the_sample(name: str, at: int, junk: bytes) -> No
     assert f"{name!r} of sample 'a'" in text
 
 
-def test_errors_of_functions_stay() -> None:
+def test_errors_of_functions_get_a_note() -> None:
     with pytest.raises(ZeroDivisionError) as raised:
         Decoder({"bin": lambda _: 1 // 0})(SAMPLE)
     (note,) = raised.value.__notes__
     assert note == "aioloader: decoding 'bin' of sample 'a' in 'a.tar' (1 bytes)"
 
 
-def test_pickles_are_the_arguments() -> None:
+def test_pickle_and_repr_keep_the_arguments() -> None:
     decoder = Decoder("torch", {"x": len})
     assert pickle.loads(pickle.dumps(decoder)).specs == decoder.specs
     assert repr(decoder) == f"Decoder('torch', {{'x': {len!r}}})"
@@ -234,16 +229,16 @@ def test_pickles_are_the_arguments() -> None:
         ),
     )
 )
-def test_what_is_encoded_is_decoded(member: tuple[str, Any]) -> None:
+def test_encoded_values_are_decoded_unchanged(member: tuple[str, Any]) -> None:
     name, value = member
-    assert same(Decoder()({name: decoders.encode(value, name)}), {name: value})
+    assert_same(Decoder()({name: decoders.encode(value, name)}), {name: value})
 
 
 @pytest.mark.parametrize("spec", ["rgb", "rgb8", "l8", "torch", "torchrgba8", "torchl"])
 @pytest.mark.parametrize("extension", ["png", "tif"])
-def test_pictures_come_back(spec: str, extension: str) -> None:
+def test_encoded_images_are_decoded_unchanged(spec: str, extension: str) -> None:
     value = Decoder(spec)(encoded(pixels(5, 4)))
-    assert same(Decoder(spec)(decoders.encode(value, extension)), value)
+    assert_same(Decoder(spec)(decoders.encode(value, extension)), value)
 
 
 @pytest.mark.parametrize(
@@ -257,7 +252,7 @@ def test_pictures_come_back(spec: str, extension: str) -> None:
         (1.5, "cls", "float"),
     ],
 )
-def test_what_has_no_form(value: Any, extension: str, words: str) -> None:
+def test_unencodable_values_are_refused(value: Any, extension: str, words: str) -> None:
     with pytest.raises((TypeError, ValueError), match=words):
         decoders.encode(value, extension)
 
@@ -272,7 +267,7 @@ def write(path: Path, bad: int = -1) -> str:
     return str(path)
 
 
-async def test_a_stream_is_decoded(tmp_path: Path) -> None:
+async def test_a_decoded_stream_is_batched_and_resumes(tmp_path: Path) -> None:
     stream = TarDataset(write(tmp_path / "a.tar")).decode("torchrgb8")
     loader: Any = DataLoader(stream, batch_size=3)
     batches = [batch async for batch in loader]
@@ -287,16 +282,16 @@ async def test_a_stream_is_decoded(tmp_path: Path) -> None:
     assert [sample["cls"] async for sample in stream] == [5, 6, 7]
 
 
-async def test_columns_are_decoded(tmp_path: Path) -> None:
+async def test_columns_of_parquet_are_decoded(tmp_path: Path) -> None:
     rows = [{"image": encoded(pixels(n, 3)), "label": n} for n in range(20)]
     await write_parquet(rows, tmp_path)
     stream = ParquetDataset(f"{tmp_path}/*.parquet").decode({"image": "rgb8"})
-    found = [sample async for sample in stream]
-    assert [sample["label"] for sample in found] == list(range(20))
-    assert all(same(sample["image"], pixels(n, 3)) for n, sample in enumerate(found))
+    samples = [sample async for sample in stream]
+    assert [sample["label"] for sample in samples] == list(range(20))
+    assert_same([x["image"] for x in samples], [pixels(n, 3) for n in range(20)])
 
 
-async def test_a_damaged_sample_is_skipped(tmp_path: Path) -> None:
+async def test_damaged_samples_can_be_skipped(tmp_path: Path) -> None:
     stream = TarDataset(write(tmp_path / "a.tar", bad=5)).decode("torch")
     loader: Any = DataLoader(stream, batch_size=4)
     with pytest.raises(DecodeError, match=r"'png' of sample '0005' in .*a\.tar"):
@@ -306,31 +301,31 @@ async def test_a_damaged_sample_is_skipped(tmp_path: Path) -> None:
     assert labels == [0, 1, 2, 3, 4, 6, 7]
 
 
-async def test_files_are_decoded(tmp_path: Path) -> None:
+async def test_files_are_decoded_by_extension(tmp_path: Path) -> None:
     (tmp_path / "a.b.png").write_bytes(encoded(COLOURS))
     (tmp_path / "c.json").write_bytes(b"{}")
     (tmp_path / "d.PNG").write_bytes(b"no picture")
     names = ["a.b.png", "c.json", "d.PNG"]
     decoded = FileDataset(names, root=tmp_path).decode("rgb8")
-    assert same(await decoded[0], COLOURS)
+    assert_same(await decoded[0], COLOURS)
     assert await decoded[-2] == {}
     with pytest.raises(DecodeError, match=r"'png' of sample 'd.PNG'"):
         await decoded[2]
     assert len(pickle.loads(pickle.dumps(decoded))) == 3
 
 
-def test_the_step_is_part_of_the_description() -> None:
-    """Words and extensions bind a state; names of functions are for warnings."""
-    one = TarDataset("x.tar").decode("torch", {"a": len, "b": "l8"}).describe()
-    assert one["kind"] == "decode"
-    assert one["pictures"] == "torch"
-    assert one["extensions"] == {"a": "function", "b": "l8"}
-    assert one["function"] == [{"a": "builtins.len"}]
-    assert json.loads(json.dumps(one)) == one
-    assert one != TarDataset("x.tar").decode("pil").describe()
+def test_the_description_names_formats_and_functions() -> None:
+    """Formats and extensions bind a state; another function name only warns."""
+    description = TarDataset("x.tar").decode("torch", {"a": len, "b": "l8"}).describe()
+    assert description["kind"] == "decode"
+    assert description["pictures"] == "torch"
+    assert description["extensions"] == {"a": "function", "b": "l8"}
+    assert description["function"] == [{"a": "builtins.len"}]
+    assert json.loads(json.dumps(description)) == description
+    assert description != TarDataset("x.tar").decode("pil").describe()
 
 
-# What torchvision 0.28 says of the tree: ``classes``, and ``samples`` below the root.
+# The tree in torchvision 0.28: ``classes``, and ``samples`` relative to the root.
 CLASSES = ["cat", "cat-b", "dog"]
 LABELLED = [
     ("cat/b.png", 0),
@@ -359,21 +354,21 @@ def folders(request: pytest.FixtureRequest, tree: Path) -> Any:
     return FileDataset("**/*", root=tree).class_folders(), ""
 
 
-async def test_as_torchvision_has_them(folders: Any) -> None:
+async def test_class_folders_equal_those_of_torchvision(folders: Any) -> None:
     dataset, start = folders
     assert dataset.classes == CLASSES
-    assert dataset.class_to_idx == {name: at for at, name in enumerate(CLASSES)}
+    assert dataset.class_to_idx == {name: label for label, name in enumerate(CLASSES)}
     assert dataset.samples == [(start + name, label) for name, label in LABELLED]
     assert dataset.targets == [label for _, label in LABELLED]
     assert len(dataset) == len(LABELLED)
     async with dataset.lifespan():
-        data, label = await dataset[-1]
-    assert (bytes(data[:2]), label) == (b"\xff\xd8", 2)
+        data, last = await dataset[-1]
+    assert (bytes(data[:2]), last) == (b"\xff\xd8", 2)
     with pytest.raises(IndexError, match="for 6 samples"):
         await dataset[6]
 
 
-async def test_decoded(folders: Any) -> None:
+async def test_class_folders_are_decoded(folders: Any) -> None:
     dataset = folders[0].decode("torchrgb8")
     assert dataset.classes == CLASSES
     loader: Any = DataLoader(dataset, batch_size=6, concurrency=4)
@@ -386,7 +381,7 @@ async def test_decoded(folders: Any) -> None:
 
 
 @pytest.mark.slow
-def test_decoded_where_workers_read(tree: Path) -> None:
+def test_workers_decode_class_folders(tree: Path) -> None:
     (tree / "dog" / "10.png").write_bytes(b"damaged")
     dataset = FileDataset("**/*", root=tree).class_folders().decode("torch")
     options: Any = {"batch_size": 5, "num_workers": 1, "fetch": "workers"}
@@ -399,18 +394,18 @@ def test_decoded_where_workers_read(tree: Path) -> None:
         list(loader)
 
 
-def test_labels_of_another_set(tree: Path) -> None:
-    """The classes of the training set, where a folder is missing or one too many."""
+def test_labels_follow_the_given_classes(tree: Path) -> None:
+    """Those of the training set, where a folder is missing or unknown."""
     files = FileDataset("*/**/*", root=tree)
-    found = files.class_folders(classes=["ant", *CLASSES])
-    assert found.targets == [label + 1 for _, label in LABELLED]
-    assert found.class_to_idx["dog"] == 3
+    dataset = files.class_folders(classes=["ant", *CLASSES])
+    assert dataset.targets == [label + 1 for _, label in LABELLED]
+    assert dataset.class_to_idx["dog"] == 3
     with pytest.raises(ValueError, match="of no class: 'cat-b'; there are 2 classes"):
         files.class_folders(classes=["dog", "cat"])
 
 
-def test_what_would_shift_labels(tree: Path) -> None:
-    """A class without a picture, unseen in a listing, is an error as in torchvision."""
+def test_class_folders_without_images_are_refused(tree: Path) -> None:
+    """Without them, other labels would shift; torchvision refuses them, too."""
     (tree / "bee").mkdir()
     (tree / "bee" / "notes.txt").write_text("none yet")
     (tree / ".cache").mkdir()
@@ -433,16 +428,18 @@ def test_what_would_shift_labels(tree: Path) -> None:
         ("*.md", "", "none of 1 files has an extension of bmp, jpeg"),
     ],
 )
-def test_what_is_in_no_class(tree: Path, pattern: str, root: str, words: str) -> None:
+def test_files_outside_of_class_folders_are_refused(
+    tree: Path, pattern: str, root: str, words: str
+) -> None:
     (tree / "stray.png").write_bytes(b"")
     with pytest.raises(ValueError, match=words):
         FileDataset(pattern, root=tree).class_folders(root)
 
 
-def test_a_list_of_names_without_files() -> None:
-    """Nothing is looked up: the names say all; no label costs an object."""
-    names = [f"{at % 300:03d}/{at}.png" for at in range(900)]
-    found = FileDataset(names).class_folders()
-    assert len(found.classes) == 300
-    assert found.targets == sorted(np.arange(900) % 300)
-    assert len({id(label) for label in found.targets}) == 300
+def test_a_list_of_names_needs_no_files() -> None:
+    """All samples of a class share one label object."""
+    names = [f"{i % 300:03d}/{i}.png" for i in range(900)]
+    dataset = FileDataset(names).class_folders()
+    assert len(dataset.classes) == 300
+    assert dataset.targets == sorted(np.arange(900) % 300)
+    assert len({id(label) for label in dataset.targets}) == 300

@@ -1,4 +1,4 @@
-"""Where a shard ends, as its format or length shows, and where it is cut."""
+"""The ends of shards, by format or length, and the places where they can be cut."""
 
 import asyncio
 import functools
@@ -24,8 +24,6 @@ from aioloader.datasets import (
     TarDataset,
     TextDataset,
 )
-from aioloader.datasets._stores.failures import NoRangesError
-from aioloader.datasets._stores.sources import Requests
 from aioloader.datasets.tar import write_index
 from aioloader.errors import DatasetError, StateMismatchError, TruncatedReadError
 from datasets.changing import ALWAYS, ChangingServer, Sender
@@ -57,22 +55,24 @@ def written(path: Path, data: bytes) -> str:
 
 @pytest.mark.parametrize("blocks", [0, 1, 2, 9])
 @pytest.mark.parametrize("missing_end", ["error", "warn"])
-async def test_zeros_at_the_end(blocks: int, missing_end: Any, tmp_path: Path) -> None:
-    """One block of them is enough; without any, the last sample may lack members."""
+async def test_a_tar_needs_one_block_of_zeros_at_its_end(
+    blocks: int, missing_end: Any, tmp_path: Path
+) -> None:
+    """Without it the last sample may lack members: an error or a warning."""
     data = member(b"a.x", b"1") + member(b"b.x", b"2") + bytes(512 * blocks)
     path = tmp_path / "a.tar"
     path.write_bytes(data)
     stream = TarDataset(str(path), missing_end=missing_end)
     if blocks:
-        found, error = await read(stream)
-        assert [sample["x"] for sample in found] == [b"1", b"2"]
+        samples, error = await read(stream)
+        assert [sample["x"] for sample in samples] == [b"1", b"2"]
     elif missing_end == "warn":
         with pytest.warns(UserWarning, match=r"a\.tar' stops at byte 2,048"):
-            found, error = await read(stream)
-        assert len(found) == 2
+            samples, error = await read(stream)
+        assert len(samples) == 2
     else:
-        found, error = await read(stream)
-        assert len(found) == 1
+        samples, error = await read(stream)
+        assert len(samples) == 1
         assert isinstance(error, TruncatedReadError)
         assert (error.received, error.expected) == (2048, 3072)
         assert "sample 'b' at byte 1,024 is lost" in str(error)
@@ -80,7 +80,7 @@ async def test_zeros_at_the_end(blocks: int, missing_end: Any, tmp_path: Path) -
     assert error is None
 
 
-async def test_resume_at_an_end_that_is_missing(tmp_path: Path) -> None:
+async def test_resuming_at_a_missing_end_warns_again(tmp_path: Path) -> None:
     path = tmp_path / "a.tar"
     path.write_bytes(member(b"a.x", b"1") + member(b"b.x", b"2"))
     stream = TarDataset(str(path), missing_end="warn")
@@ -93,39 +93,38 @@ async def test_resume_at_an_end_that_is_missing(tmp_path: Path) -> None:
         assert await read(stream) == ([], None)
 
 
-async def test_the_last_part_of_a_cut_tar(tmp_path: Path) -> None:
-    """Of the parts of a shard, only the last one has its end."""
+async def test_only_the_last_part_of_a_truncated_tar_fails(tmp_path: Path) -> None:
     path = tmp_path / "a.tar"
-    path.write_bytes(archive([Member(f"{at}.x", b"1") for at in range(6)]))
+    path.write_bytes(archive([Member(f"{i}.x", b"1") for i in range(6)]))
     await asyncio.to_thread(write_index, path)
     stream = TarDataset(str(path))
     for data in (path.read_bytes(), path.read_bytes()[: 6 * 1024]):
         path.write_bytes(data)
-        found = [await read(stream.shard(rank, 3)) for rank in range(3)]
+        parts = [await read(stream.shard(rank, 3)) for rank in range(3)]
         is_cut = len(data) == 6 * 1024
-        assert sum(len(samples) for samples, _ in found) == 6 - is_cut
-        errors = [type(error) for _, error in found if error is not None]
+        assert sum(len(samples) for samples, _ in parts) == 6 - is_cut
+        errors = [type(error) for _, error in parts if error is not None]
         assert errors == [TruncatedReadError] * is_cut
 
 
 @pytest.mark.slow
-async def test_an_arrow_stream_cut_anywhere(tmp_path: Path) -> None:
-    """Between two messages too, though the last one may look like the mark."""
+async def test_an_arrow_stream_cut_anywhere_is_an_error(tmp_path: Path) -> None:
+    """Also between messages, where the last bytes may look like the end mark."""
     data = bytes_of(pa.table({"a": [1, 2, -1, 0]}), "arrows", 2)
     path = tmp_path / "a.arrow"
     whole, _ = await read(ArrowDataset(written(path, data)))
-    for at in range(len(data)):
-        found, error = await read(ArrowDataset(written(path, data[:at])))
-        assert found == whole[: len(found)]
+    for end in range(len(data)):
+        samples, error = await read(ArrowDataset(written(path, data[:end])))
+        assert samples == whole[: len(samples)]
         assert isinstance(error, TruncatedReadError)
         assert error.location == str(path)
     path.write_bytes(data[:-8])
     with pytest.warns(UserWarning, match="has no mark at its end"):
-        found, error = await read(ArrowDataset(str(path), missing_end="warn"))
-    assert (len(found), error) == (4, None)
+        samples, error = await read(ArrowDataset(str(path), missing_end="warn"))
+    assert (len(samples), error) == (4, None)
 
 
-TEXT = b"".join(b"line %d %d\n" % (at, at**5) for at in range(200))
+TEXT = b"".join(b"line %d %d\n" % (i, i**5) for i in range(200))
 PACKED: dict[str, Any] = {
     "txt": TextDataset,
     "jsonl": JSONLinesDataset,
@@ -139,25 +138,25 @@ PAIRS = [(e, p) for e in PACKED for p in PACKS if (e, p) != ("csv", "xz")]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("pack", PACKS)
-async def test_packed_lines_cut_anywhere(pack: str, tmp_path: Path) -> None:
-    """What came before the cut is delivered; of two frames, every byte is needed."""
+async def test_truncated_packed_lines_fail(pack: str, tmp_path: Path) -> None:
+    """Lines before the cut are delivered; both frames must be complete."""
     data = PACKS[pack](TEXT[:999]) + PACKS[pack](TEXT[999:])
-    for at in {*range(0, len(data), 29), *range(len(data) - 9, len(data))}:
-        if at == len(PACKS[pack](TEXT[:999])):
+    for end in {*range(0, len(data), 29), *range(len(data) - 9, len(data))}:
+        if end == len(PACKS[pack](TEXT[:999])):
             continue
-        path = written(tmp_path / f"a.txt.{pack}", data[:at])
+        path = written(tmp_path / f"a.txt.{pack}", data[:end])
         lines, error = await read(TextDataset(path))
         assert isinstance(error, TruncatedReadError)
         assert lines == TEXT.decode().split("\n")[: len(lines)]
         if ("csv", pack) in PAIRS:
-            path = written(tmp_path / f"a.csv.{pack}", data[:at])
-            found, error = await read(PACKED["csv"](path))
+            path = written(tmp_path / f"a.csv.{pack}", data[:end])
+            rows, error = await read(PACKED["csv"](path))
             assert isinstance(error, TruncatedReadError)
-            assert [row["a"] for row in found] == lines
+            assert [row["a"] for row in rows] == lines
 
 
 def zstd_stream(data: bytes) -> bytes:
-    """Compress with a window of 256 MB, and without the length, which would cut it."""
+    """Compress with a window of 256 MB; a known length would reduce it."""
     made = zstandard.ZstdCompressionParameters(window_log=28)
     packer = zstandard.ZstdCompressor(compression_params=made).compressobj()
     return packer.compress(data) + packer.flush()
@@ -172,49 +171,51 @@ def xz_dictionary(data: bytes) -> bytes:
 @pytest.mark.parametrize(
     ("pack", "name"), [(zstd_stream, "a.zst"), (xz_dictionary, "a.xz")]
 )
-async def test_what_needs_much_memory_to_unpack(
+async def test_much_memory_to_unpack_must_be_allowed(
     pack: Any, name: str, tmp_path: Path
 ) -> None:
-    """It is not damaged; how much it needs is said, and may be allowed."""
+    """The error names the bytes to allow; the file is not damaged."""
     path = written(tmp_path / name, PACKS[name[2:]](b"first\n") + pack(TEXT))
-    found, error = await read(TextDataset(path))
-    assert found == ["first"]
+    samples, error = await read(TextDataset(path))
+    assert samples == ["first"]
     words = r"needs up to 268,435,456 bytes of memory to unpack.*unpack_bytes=268435456"
     assert re.search(words, str(error))
-    found, error = await read(TextDataset(path, unpack_bytes=1 << 28))
-    assert (len(found), error) == (201, None)
+    samples, error = await read(TextDataset(path, unpack_bytes=1 << 28))
+    assert (len(samples), error) == (201, None)
 
 
-async def test_csv_that_needs_much_memory_to_unpack(tmp_path: Path) -> None:
-    """Arrow has no option for it."""
-    found, error = await read(
+async def test_csv_with_a_large_window_is_refused(tmp_path: Path) -> None:
+    """Arrow has no option to allow more memory."""
+    samples, error = await read(
         PACKED["csv"](written(tmp_path / "a.csv.zst", zstd_stream(TEXT)))
     )
-    assert found == []
+    assert samples == []
     assert "pack it again with a smaller window" in str(error)
 
 
-async def test_garbage_after_the_lines(tmp_path: Path) -> None:
+async def test_garbage_after_csv_lines_is_an_error(tmp_path: Path) -> None:
     data = b"a,b\n" + b"1,x\n" * 9 + b"\x1f\x8b\x08\x00junk"
-    found, error = await read(CSVDataset(written(tmp_path / "a.csv", data)))
-    assert (found, type(error)) == ([{"a": 1, "b": "x"}] * 9, DatasetError)
+    samples, error = await read(CSVDataset(written(tmp_path / "a.csv", data)))
+    assert (samples, type(error)) == ([{"a": 1, "b": "x"}] * 9, DatasetError)
     assert "the line at byte 40" in str(error)
 
 
 @pytest.mark.parametrize(("ending", "pack"), PAIRS)
-async def test_an_empty_packed_file(ending: str, pack: str, tmp_path: Path) -> None:
-    """A packed empty file has bytes; only then is it an empty shard."""
+async def test_a_compressed_file_of_no_bytes_is_truncated(
+    ending: str, pack: str, tmp_path: Path
+) -> None:
+    """A compressed empty text has bytes, and is an empty shard."""
     path, make = tmp_path / f"a.{ending}.{pack}", PACKED[ending]
-    found, error = await read(make(written(path, b"")))
-    assert (found, type(error)) == ([], TruncatedReadError)
+    samples, error = await read(make(written(path, b"")))
+    assert (samples, type(error)) == ([], TruncatedReadError)
     data = PACKS[pack](ZEROS if ending == "tar" else b"")
     assert await read(make(written(path, data))) == ([], None)
 
 
 @pytest.mark.parametrize("ending", ["tar", "arrow", "parquet", "txt"])
-async def test_an_empty_file(ending: str, tmp_path: Path) -> None:
-    found, error = await read(MAKES[ending](written(tmp_path / f"a.{ending}", b"")))
-    assert (found, isinstance(error, TruncatedReadError)) == ([], ending != "txt")
+async def test_only_text_files_may_be_empty(ending: str, tmp_path: Path) -> None:
+    samples, error = await read(MAKES[ending](written(tmp_path / f"a.{ending}", b"")))
+    assert (samples, isinstance(error, TruncatedReadError)) == ([], ending != "txt")
 
 
 def empty(to: Sender, _start: int, _stop: int) -> None:
@@ -224,21 +225,22 @@ def empty(to: Sender, _start: int, _stop: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("has_ranges", [True, False], ids=["416", "200"])
 @pytest.mark.parametrize("ending", ["txt", "tar", "parquet", "csv"])
-async def test_an_answer_that_seems_empty(ending: str, *, has_ranges: bool) -> None:
-    """It is believed only if a second request says that there are no bytes."""
+async def test_empty_answers_are_verified(ending: str, *, has_ranges: bool) -> None:
+    """A second request must confirm that there are no bytes."""
     options: Any = {"bad": empty, "when": ALWAYS, "has_ranges": has_ranges}
     with ChangingServer(TEXT, **options) as server:
         address = f"{server.url}/a.{ending}"
-        found, error = await read(MAKES[ending](address, requests=QUICK))
+        samples, error = await read(MAKES[ending](address, requests=QUICK))
         needs_ranges = ending in {"parquet", "csv"} and not has_ranges
-        kind = NoRangesError if needs_ranges else TruncatedReadError
-        assert (found, type(error)) == ([], kind)
+        is_truncated = isinstance(error, TruncatedReadError)
+        assert (samples, is_truncated) == ([], not needs_ranges)
+        assert ("must be read by ranges" in str(error)) == needs_ranges
         if ending == "txt":
             server.body = b""
             assert await read(TextDataset(address, requests=QUICK)) == ([], None)
 
 
-async def test_an_object_that_seems_empty() -> None:
+async def test_an_empty_object_must_be_confirmed() -> None:
     options: Any = {"bad": empty, "when": ALWAYS, "has_ranges": False}
     with ChangingServer(TEXT, **options) as server:
         async with ObjectDataset(server.url, ["a.txt"], requests=QUICK) as objects:
@@ -249,12 +251,12 @@ async def test_an_object_that_seems_empty() -> None:
 
 
 # Some are empty, alone or side by side, and the last one of a shard too.
-LINES = [f"line {at} {'x' * (at * 37 % 90)}" * (at % 9 < 7) for at in range(200)]
-TAR = [Member(f"{at:03}.txt", b"%d" % at * (at % 700)) for at in range(60)]
+LINES = [f"line {i} {'x' * (i * 37 % 90)}" * (i % 9 < 7) for i in range(200)]
+TAR = [Member(f"{i:03}.txt", b"%d" % i * (i % 700)) for i in range(60)]
 
 
 def write(folder: Path) -> dict[str, Any]:
-    """Write two shards of each kind; return what reads them, and their samples."""
+    """Write two shards of each kind; return their datasets and samples."""
     for shard in range(2):
         lines = LINES[shard * 100 : (shard + 1) * 100]
         (folder / f"{shard}.txt").write_text("\n".join(lines))
@@ -276,9 +278,11 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("readers", [1, 3])
 @pytest.mark.parametrize("ending", ["", "\n"])
-async def test_a_byte_order_mark(ending: str, readers: int, tmp_path: Path) -> None:
-    """It is no part of the first line, wherever a file is cut and resumed."""
-    rows = [f'"{at}"' for at in range(9)]
+async def test_a_byte_order_mark_is_not_part_of_the_first_line(
+    ending: str, readers: int, tmp_path: Path
+) -> None:
+    """Wherever a file is cut and resumed."""
+    rows = [f'"{i}"' for i in range(9)]
     for shard, lines in enumerate((rows[:5], rows[5:], [])):
         text = "\ufeff" + "\n".join(lines) + ending * bool(lines)
         (tmp_path / str(shard)).write_text(text)
@@ -286,7 +290,7 @@ async def test_a_byte_order_mark(ending: str, readers: int, tmp_path: Path) -> N
         expected = rows if kind is TextDataset else [json.loads(row) for row in rows]
         stream: Any = kind(str(tmp_path / "?"))
         parts = [stream.shard(rank, readers) for rank in range(readers)]
-        assert sum([(await read_on(one))[0] for one in parts], []) == expected  # noqa: RUF017
+        assert sum([(await read_on(part))[0] for part in parts], []) == expected  # noqa: RUF017
         await check_resumes(stream, expected, range(len(rows)))
 
 
@@ -296,19 +300,21 @@ KINDS = pytest.mark.parametrize("kind", ["txt", "jsonl", "tar"])
 @pytest.mark.slow
 @KINDS
 @pytest.mark.parametrize("readers", [2, 3, 7])
-async def test_ranks_share_what_is_cut(kind: str, readers: int, tmp_path: Path) -> None:
+async def test_ranks_share_the_samples_of_each_file(
+    kind: str, readers: int, tmp_path: Path
+) -> None:
     dataset, expected = (await asyncio.to_thread(write, tmp_path))[kind]
     objects = await asyncio.to_thread(contents, tmp_path)
     with ObjectServer(objects) as server:
         for root in (str(tmp_path), server.url):
             stream = dataset(f"{{0..1}}.{kind}", store=root)
-            parts = [await names(stream.shard(at, readers)) for at in range(readers)]
+            parts = [await names(stream.shard(r, readers)) for r in range(readers)]
             assert [name for part in parts for name in part] == expected
             assert all(parts)
 
 
 @KINDS
-async def test_a_state_at_any_sample_of_a_part(kind: str, tmp_path: Path) -> None:
+async def test_parts_resume_after_any_sample(kind: str, tmp_path: Path) -> None:
     dataset, _ = (await asyncio.to_thread(write, tmp_path))[kind]
     stream = dataset(f"{tmp_path}/0.{kind}").shard(1, 3)
     whole, state = await read_on(stream)
@@ -322,17 +328,17 @@ async def test_a_state_at_any_sample_of_a_part(kind: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("form", ["gnu", "pax", "ustar"])
-def test_an_index_names_the_first_headers(form: str, tmp_path: Path) -> None:
-    """Of each sample, and at last the end: as Energon's does."""
-    members = [Member(f"{at}/{'d' * 90}/{at}.{x}", b"x") for at in (1, 2) for x in "ab"]
+def test_a_tar_index_has_sample_starts_and_the_end(form: str, tmp_path: Path) -> None:
+    """As Energon's has; a damaged tar gets no index."""
+    members = [Member(f"{n}/{'d' * 90}/{n}.{x}", b"x") for n in (1, 2) for x in "ab"]
     path = tmp_path / "a.tar"
     path.write_bytes(archive(members, form))
     assert write_index(path) == 2
     data = (tmp_path / "a.tar.idx").read_bytes()
     with tarfile.open(path) as tar:
-        found = tar.getmembers()
-        end = found[-1].offset_data + 512
-    starts = (found[0].offset, found[2].offset, end)
+        infos = tar.getmembers()
+        end = infos[-1].offset_data + 512
+    starts = (infos[0].offset, infos[2].offset, end)
     assert struct.unpack("<3Q", data) == starts
     assert len(list(tmp_path.iterdir())) == 2
     damaged = tmp_path / "damaged.tar"
@@ -342,7 +348,7 @@ def test_an_index_names_the_first_headers(form: str, tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 3
 
 
-async def test_what_cannot_be_cut_says_what_to_do(tmp_path: Path) -> None:
+async def test_errors_say_why_a_shard_cannot_be_cut(tmp_path: Path) -> None:
     await asyncio.to_thread(write, tmp_path)
     await asyncio.to_thread((tmp_path / "1.tar.idx").unlink)
     (tmp_path / "a.txt.gz").write_bytes(b"")

@@ -1,4 +1,4 @@
-"""Filters: the rows are those of the whole table, whatever statistics were written."""
+"""Filters give the rows of the whole table, whatever statistics were written."""
 
 import datetime
 from io import BytesIO
@@ -14,10 +14,9 @@ from pyarrow import compute as pc
 from pyarrow import dataset as ds
 from pyarrow import parquet as pq
 
-from aioloader.datasets import from_arrow
-from aioloader.datasets._arrow.parquet import ParquetFormat
+from aioloader.datasets import ParquetDataset, from_arrow
 from datasets.shards import read
-from datasets.tables import Local, plain, read_all, shards
+from datasets.tables import plain, shards
 
 NAN = float("nan")
 KINDS = {
@@ -32,7 +31,7 @@ FLOATS = [1.0, 3.0, -0.0, 0.0, NAN, float("inf"), None]
 VALUES: dict[str, list[Any]] = {
     "x": FLOATS,
     "y": FLOATS,
-    "h": [None if one is None else np.float16(one) for one in FLOATS],
+    "h": [None if x is None else np.float16(x) for x in FLOATS],
     "n": [1, 3, 2**60, None],
     "text": ["", "a", "b" * 99, "b" * 99 + "c", None],
     "day": [datetime.date(2024, 1, 1), datetime.date(1, 1, 1), None],
@@ -52,25 +51,25 @@ def conditions(draw: Any) -> pc.Expression:
     name = draw(st.sampled_from([*KINDS]))
     column, known = as_column(name), [v for v in VALUES[name] if v is not None]
     is_float = pa.types.is_floating(KINDS[name])
-    kind = pa.float32() if name == "h" else KINDS[name]
-    what = draw(st.sampled_from([*COMPARISONS, "in", "null", "same", "nan"]))
-    if what == "nan":
+    arrow_type = pa.float32() if name == "h" else KINDS[name]
+    kind = draw(st.sampled_from([*COMPARISONS, "in", "null", "same", "nan"]))
+    if kind == "nan":
         return column.is_nan() if is_float else column.is_valid()
-    if what == "null":
+    if kind == "null":
         return column.is_null(nan_is_null=is_float and draw(st.booleans()))
-    if what == "same":
+    if kind == "same":
         return column != column  # noqa: PLR0124  (true of NaN)
-    if what == "in":
-        some = draw(st.lists(st.sampled_from(VALUES[name]), min_size=1, max_size=3))
-        return column.isin(pa.array(some, kind))
+    if kind == "in":
+        values = draw(st.lists(st.sampled_from(VALUES[name]), min_size=1, max_size=3))
+        return column.isin(pa.array(values, arrow_type))
     value = draw(st.sampled_from(known))
-    return getattr(column, what)(pa.scalar(value, kind))
+    return getattr(column, kind)(pa.scalar(value, arrow_type))
 
 
 EXPRESSIONS = st.recursive(
     conditions(),
     lambda inner: st.one_of(
-        inner.map(lambda one: ~one),
+        inner.map(lambda condition: ~condition),
         st.tuples(inner, inner).map(lambda pair: pair[0] & pair[1]),
         st.tuples(inner, inner).map(lambda pair: pair[0] | pair[1]),
     ),
@@ -80,15 +79,15 @@ EXPRESSIONS = st.recursive(
 
 @pytest.fixture(scope="module")
 def polars() -> Any:
-    """Start its runtime before descriptors are counted."""
+    """Start polars' runtime before descriptors are counted."""
     module = pytest.importorskip("polars")
     module.DataFrame({"x": [1]}).write_parquet(BytesIO())
     return module
 
 
 def write_all(polars: Any, table: pa.Table, folder: Path, rows: int) -> list[Path]:
-    """Write a table with each writer, in groups of so many rows if it can."""
-    paths = [folder / f"{at}.parquet" for at in range(4)]
+    """Write a table with each writer, in groups of ``rows`` where possible."""
+    paths = [folder / f"{i}.parquet" for i in range(4)]
     pq.write_table(table, paths[0], row_group_size=rows)
     pq.write_table(table, paths[1], row_group_size=rows, write_statistics=False)
     frame = polars.from_arrow(table)
@@ -109,12 +108,13 @@ async def test_rows_never_depend_on_statistics(
 ) -> None:
     columns = {n: pa.array([r[n] for r in drawn], k) for n, k in KINDS.items()}
     table = pa.table({"id": range(len(drawn)), **columns})
-    wanted = [{"id": at} for at in table.filter(filters)["id"].to_pylist()]
+    wanted = [{"id": n} for n in table.filter(filters)["id"].to_pylist()]
     for path in write_all(polars, table, tmp_path, rows):
-        made = ParquetFormat(str(path), Local(), columns=["id"], filters=filters)
-        assert plain(await read_all(made)) == wanted, path
-        stream = from_arrow(ds.dataset(path), ["id"], filters=filters)
-        assert plain((await read(stream))[0]) == wanted, path
+        for stream in (
+            ParquetDataset(path, ["id"], filters=filters),
+            from_arrow(ds.dataset(path), ["id"], filters=filters),
+        ):
+            assert plain((await read(stream))[0]) == wanted, path
 
 
 X, N = pc.field("x"), pc.field("n")
@@ -129,18 +129,19 @@ X, N = pc.field("x"), pc.field("n")
     (X.is_null(nan_is_null=True) & (N < 3), [1]),
     (pc.field("s", "x") != 3.0, [1, 3]),
 ], ids=str)  # fmt: skip
-async def test_rows_with_nan(filters: Any, ids: list[int], tmp_path: Path) -> None:
+async def test_filters_find_nan_despite_statistics(
+    filters: Any, ids: list[int], tmp_path: Path
+) -> None:
     """The statistics of the first row group say that all values are 3."""
     numbers = [3.0, NAN, 3.0, 4.0]
     nested = [{"x": number} for number in numbers]
     table = pa.table({"x": numbers, "n": range(4), "s": nested, "id": range(4)})
     pq.write_table(table, tmp_path / "a.parquet", row_group_size=3)
-    made = ParquetFormat(
-        str(tmp_path / "a.parquet"), Local(), columns=["id"], filters=filters
-    )
-    assert [row["id"] for row in await read_all(made)] == ids
-    stream = from_arrow(ds.dataset(tmp_path), ["id"], filters=filters)
-    assert [row["id"] for row in (await read(stream))[0]] == ids
+    for stream in (
+        ParquetDataset(tmp_path / "a.parquet", ["id"], filters=filters),
+        from_arrow(ds.dataset(tmp_path), ["id"], filters=filters),
+    ):
+        assert [row["id"] for row in (await read(stream))[0]] == ids
 
 
 async def test_groups_are_skipped_where_nan_cannot_match(tmp_path: Path) -> None:
@@ -152,5 +153,5 @@ async def test_groups_are_skipped_where_nan_cannot_match(tmp_path: Path) -> None
         ((X > 4.5) | (N == 1), [0, 2]),
         ((X != 3.0) & (N == 1), [0]),
     ):
-        made = ParquetFormat(str(tmp_path / "a.parquet"), Local(), filters=filters)
-        assert [number for _, number in await shards(made)] == groups
+        stream: Any = ParquetDataset(tmp_path / "a.parquet", filters=filters)
+        assert [number for _, number in await shards(stream.made_by)] == groups

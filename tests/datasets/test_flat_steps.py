@@ -1,4 +1,4 @@
-"""Several samples of one, and tokens of texts: unbatch, flat_map and tokenize."""
+"""Steps that split samples or tokenize texts: unbatch, flat_map and tokenize."""
 
 import asyncio
 import itertools
@@ -6,6 +6,7 @@ import pickle
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,31 +19,28 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from tokenizers.implementations.base_tokenizer import BaseTokenizer
 
 from aioloader import DataLoader
-from aioloader._base.blocks import FailedSample
-from aioloader.datasets import from_arrow, from_iterable
-from aioloader.datasets._arrow.rows import Rows
-from aioloader.datasets._streams.packing import Unbatched
+from aioloader.datasets import TextDataset, from_arrow, from_iterable
 from aioloader.errors import ShardChangedError, StateMismatchError
 from beside import beside
 from datasets import shards
 from datasets.shards import read
 
 
-def told(one: Any) -> Any:
-    return str(one.error) if type(one) is FailedSample else one
+def shown(sample: Any) -> Any:
+    return str(sample.error) if hasattr(sample, "error") else sample
 
 
-pulled = partial(shards.pulled, show=told)
+pulled = partial(shards.pulled, show=shown)
 
 
 def plain(samples: Sequence[Any]) -> list[Any]:
-    return [one.tolist() if hasattr(one, "tolist") else one for one in samples]
+    return [x.tolist() if hasattr(x, "tolist") else x for x in samples]
 
 
 async def check_resumes(
     make: Callable[[], Any], sizes: Sequence[int] = (64,), step: int = 1
 ) -> list[Any]:
-    """Check that after so many samples a fresh stream has the rest; return all."""
+    """Check that streams resume after every ``step``-th sample; return all samples."""
     whole = plain((await pulled(make(), sizes))[0])
     for count in range(0, len(whole) + 1, step):
         head, state = await pulled(make(), sizes, count)
@@ -92,7 +90,7 @@ SAMPLES = st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 5)), max_siz
 @pytest.mark.law
 @pytest.mark.one_loop
 @given(SAMPLES, st.lists(st.integers(1, 9), min_size=1, max_size=3), st.booleans())
-async def test_items_of_any_samples(
+async def test_flat_map_keeps_the_order_and_resumes_anywhere(
     samples: list[tuple[str, int]], sizes: list[int], is_async: bool
 ) -> None:
     ends = itertools.accumulate(length for _, length in samples)
@@ -111,10 +109,10 @@ async def test_items_of_any_samples(
         return from_iterable(each).flat_map(function, concurrency=3)
 
     whole = await check_resumes(make, sizes)
-    assert whole == [one for sample in each for one in expected(*sample)]
+    assert whole == [item for sample in each for item in expected(*sample)]
 
 
-async def test_only_one_sample_is_made_again() -> None:
+async def test_resuming_makes_only_the_open_sample_again() -> None:
     made: list[int] = []
 
     def split(number: int) -> list[int]:
@@ -145,14 +143,14 @@ async def test_generators_are_read_as_needed_off_the_loop() -> None:
         finally:
             closed = True
 
-    found, _ = await pulled(from_iterable([0]).flat_map(forever), (3, 5), 16)
-    assert found == [*range(1, 17)]
+    items, _ = await pulled(from_iterable([0]).flat_map(forever), (3, 5), 16)
+    assert items == [*range(1, 17)]
     assert read_to == 16
     assert closed
     assert threading.current_thread() not in threads
 
 
-async def test_a_sample_that_fails_when_made_again_is_a_failure() -> None:
+async def test_a_sample_that_fails_on_resume_is_one_failure() -> None:
     is_broken = False
 
     def split(number: int) -> Iterator[int]:
@@ -170,29 +168,24 @@ async def test_a_sample_that_fails_when_made_again_is_a_failure() -> None:
         _, state = await pulled(stream, (1,), 10)  # four items of number 1
         stream.load_state_dict(state)
         is_broken = True
-        found, _ = await pulled(stream)
-        assert found == ["connection lost", *[2] * 6]
+        items, _ = await pulled(stream)
+        assert items == ["connection lost", *[2] * 6]
 
 
-@pytest.mark.parametrize(
-    ("now", "words"),
-    [([FailedSample(OSError("gone"))], "now it cannot: gone"), ([], "there are 0 now")],
-)
-async def test_a_sample_that_had_items_is_lost(now: list[Any], words: str) -> None:
-    class Source:
-        ready = len(now)
-
-        async def fill(self, _limit: int) -> bool:
-            return bool(now)
-
-        def take(self, _limit: int) -> list[Any]:
-            return now
-
-    source: Any = Source()
-    reading: Any = None
-    cursor = Unbatched(source, {"up": {}, "taken": 2, "failed": []}, reading)
-    with pytest.raises(ShardChangedError, match=words):
-        await cursor.pull(5)
+async def test_items_missing_on_resume_are_an_error(tmp_path: Path) -> None:
+    lists = [[1, 2, 3]]
+    (tmp_path / "a.txt").write_text("abc")
+    lines = TextDataset(f"{tmp_path}/a.txt").flat_map(list)
+    cases: list[tuple[Any, Callable[[], Any], str]] = [
+        (lines, (tmp_path / "a.txt").unlink, "now it cannot: .*no such file"),
+        (from_iterable(lambda: iter(lists)).unbatch(), lists.clear, "there are 0 now"),
+    ]
+    for stream, lose, words in cases:
+        _, state = await pulled(stream, (1,), 2)
+        lose()
+        stream.load_state_dict(state)
+        with pytest.raises(ShardChangedError, match=words):
+            await read(stream)
 
 
 TABLE = pa.table({"n": range(50), "s": [f"t {n}" for n in range(50)]})
@@ -202,19 +195,21 @@ def no_rows(_block: Any) -> Any:
     raise AssertionError("rows were made")
 
 
-async def test_rows_stay_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_unbatched_rows_stay_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     def make() -> Any:
         return from_arrow(TABLE).batch(7).unbatch()
 
     whole = await check_resumes(make, (5, 11))
     assert [row["n"] for row in whole] == [*range(50)]
-    monkeypatch.setattr(Rows, "__iter__", no_rows)
+    async with aiter(make()) as iterator:
+        columns = type(await iterator.pull(5))
+    monkeypatch.setattr(columns, "__iter__", no_rows)
     loader: Any = DataLoader(make(), 8)
     batches: Any = await beside(partial(list, loader))
-    assert torch.equal(torch.cat([one["n"] for one in batches]), torch.arange(50))
+    assert torch.equal(torch.cat([batch["n"] for batch in batches]), torch.arange(50))
 
 
-async def test_rows_are_no_samples() -> None:
+async def test_unbatching_rows_is_an_error() -> None:
     stream = from_arrow(TABLE[:1]).unbatch()
     with pytest.raises(TypeError, match="cannot split a sample of type 'dict'") as info:
         await read(stream)
@@ -245,30 +240,30 @@ def codes(texts: list[str]) -> list[list[int]]:
 IDS = [[1, *(WORDS[word] for word in text.split())] for text in TEXTS]
 
 
-async def test_tokens_of_texts() -> None:
+async def test_a_tokenizer_gives_the_ids_of_texts() -> None:
     def make() -> Any:
         return from_iterable(TEXTS).tokenize(tokenizer(), batch=7)
 
     assert await check_resumes(make, (5, 1)) == IDS
     whole, _ = await read(make())
-    assert {(one.dtype, one.ndim) for one in whole} == {(np.dtype(np.int64), 1)}
+    assert {(ids.dtype, ids.ndim) for ids in whole} == {(np.dtype(np.int64), 1)}
     assert make().epoch_length(9).tokenize(codes).total() == 9
 
 
 FUNCTIONS: dict[str, Callable[[list[str]], Any]] = {
     "lists": codes,
-    "arrays": lambda texts: tuple(np.array(one, np.uint8) for one in codes(texts)),
+    "arrays": lambda texts: tuple(np.array(ids, np.uint8) for ids in codes(texts)),
     "tensors": lambda texts: [torch.tensor(t, dtype=torch.int) for t in codes(texts)],
     "a dict": lambda texts: {"input_ids": codes(texts), "attention_mask": ...},
 }
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
-async def test_tokens_of_a_function(function: str) -> None:
-    found, _ = await read(from_iterable(TEXTS).tokenize(FUNCTIONS[function]))
-    assert plain(found) == codes(TEXTS)
-    assert all(isinstance(one, np.ndarray) for one in found)
-    assert all(one.dtype.kind in "iu" for one in found)
+async def test_a_function_may_tokenize(function: str) -> None:
+    arrays, _ = await read(from_iterable(TEXTS).tokenize(FUNCTIONS[function]))
+    assert plain(arrays) == codes(TEXTS)
+    assert all(isinstance(ids, np.ndarray) for ids in arrays)
+    assert all(ids.dtype.kind in "iu" for ids in arrays)
 
 
 NO_COLUMN = (
@@ -288,18 +283,18 @@ def picky(texts: list[str]) -> list[Any]:
     """Refuse one text; return floats, a table and too little for others."""
     if "bad" in texts:
         raise ValueError("no bad texts")
-    found: dict[str, Any] = {"floats": [0.5], "table": [[1]], "words": ["a"]}
-    return [found.get(text, [*map(ord, text)]) for text in texts if text != "none"]
+    special: dict[str, Any] = {"floats": [0.5], "table": [[1]], "words": ["a"]}
+    return [special.get(text, [*map(ord, text)]) for text in texts if text != "none"]
 
 
-async def test_what_fails_is_one_text() -> None:
+async def test_a_bad_text_fails_alone() -> None:
     samples = ["a", b"b", "bad", None, "floats", {"text": "c"}, "table", "none", "d"]
     stream = from_iterable(samples).tokenize(picky)
     block: Any
     async with aiter(stream) as iterator:
         block = await iterator.pull(64)
-    assert [block[at].tolist() for at in (0, 8)] == [[97], [100]]
-    errors = [(type(one.error), str(one.error)) for one in block[1:-1]]
+    assert [block[i].tolist() for i in (0, 8)] == [[97], [100]]
+    errors = [(type(bad.error), str(bad.error)) for bad in block[1:-1]]
     tokens = "the tokens of a text must be integers in one dimension, got"
     assert errors == [
         (TypeError, NO_TEXT.format("bytes")),
@@ -310,54 +305,54 @@ async def test_what_fails_is_one_text() -> None:
         (TypeError, f"{tokens} int64 of shape (1, 1)"),
         (ValueError, NOT_ONE_EACH),
     ]
-    notes = {one.error.__notes__[0] for one in block[1:-1]}
+    notes = {bad.error.__notes__[0] for bad in block[1:-1]}
     assert notes == {"aioloader: in 'tokenize' of the stream"}
 
 
-async def test_what_has_no_such_column() -> None:
-    samples = [{"text": "a"}, {"body": "b"}, "c", {"text": None}]
-    found, _ = await pulled(from_iterable(samples).tokenize(codes, "text"))
-    assert found[0].tolist() == [97]
-    assert found[1:] == [
+async def test_a_missing_text_column_is_an_error() -> None:
+    sources = [{"text": "a"}, {"body": "b"}, "c", {"text": None}]
+    samples, _ = await pulled(from_iterable(sources).tokenize(codes, "text"))
+    assert samples[0].tolist() == [97]
+    assert samples[1:] == [
         NO_COLUMN.format(["body"]),
         "tokenize() needs samples with a column 'text', got one of type 'str'",
         NO_TEXT.format("NoneType"),
     ]
-    found, _ = await pulled(from_arrow(TABLE[:2]).tokenize(codes, "text"))
-    assert found == [NO_COLUMN.format(["n", "s"])] * 2
+    samples, _ = await pulled(from_arrow(TABLE[:2]).tokenize(codes, "text"))
+    assert samples == [NO_COLUMN.format(["n", "s"])] * 2
 
 
-async def test_a_text_that_a_tokenizer_refuses() -> None:
+async def test_a_text_refused_by_the_tokenizer_fails_alone() -> None:
     texts = ["red fox", "\udc80", "dogs"]
-    found, _ = await pulled(from_iterable(texts).tokenize(tokenizer()))
-    assert [found[0].tolist(), found[2].tolist()] == [[1, 3, 4], [1, 6]]
-    assert isinstance(found[1], str)
+    samples, _ = await pulled(from_iterable(texts).tokenize(tokenizer()))
+    assert [samples[0].tolist(), samples[2].tolist()] == [[1, 3, 4], [1, 6]]
+    assert isinstance(samples[1], str)
 
 
-async def test_the_copy_of_a_tokenizer_does_not_change() -> None:
+async def test_later_changes_to_a_tokenizer_have_no_effect() -> None:
     made = tokenizer()
     made.enable_padding(pad_id=0, length=9)
     made.enable_truncation(3)
     stream = from_iterable(TEXTS).tokenize(made)
     made.no_truncation()
     made.add_tokens(["foxes"])
-    for one in (stream, pickle.loads(pickle.dumps(stream))):
-        assert plain((await read(one))[0]) == [ids[:3] for ids in IDS]
+    for copy in (stream, pickle.loads(pickle.dumps(stream))):
+        assert plain((await read(copy))[0]) == [ids[:3] for ids in IDS]
 
 
 def described(made: Any) -> str:
     stream = from_iterable(TEXTS).tokenize(made)
-    found: str = stream.describe()["tokenizer"]
-    return found
+    text: str = stream.describe()["tokenizer"]
+    return text
 
 
-async def test_an_implementation_is_its_tokenizer() -> None:
-    """It truncates as its settings say, like the tokenizer that it wraps."""
+async def test_a_tokenizers_implementation_is_unwrapped() -> None:
+    """It truncates as set, like the tokenizer that it wraps."""
     made = BaseTokenizer(tokenizer())
     made.enable_truncation(3)
     assert described(made) == described(made._tokenizer) != described(tokenizer())
-    found, _ = await read(from_iterable(TEXTS).tokenize(made))
-    assert plain(found) == [ids[:3] for ids in IDS]
+    ids, _ = await read(from_iterable(TEXTS).tokenize(made))
+    assert plain(ids) == [ids[:3] for ids in IDS]
 
 
 async def test_a_state_of_another_tokenizer_is_refused() -> None:
@@ -376,12 +371,12 @@ async def test_a_state_of_another_tokenizer_is_refused() -> None:
     same = described(tokenizer())
     assert same == described(padded(tokenizer()))
     assert same.startswith("7 tokens, ")
-    others = [split(tokenizer()), short(tokenizer()), tokenizer({**WORDS, "cat": 7})]
+    changed = [split(tokenizer()), short(tokenizer()), tokenizer({**WORDS, "cat": 7})]
     swapped = tokenizer({**WORDS, "red": 4, "fox": 3})
-    assert len({same, *map(described, [*others, swapped])}) == 5
+    assert len({same, *map(described, [*changed, swapped])}) == 5
     _, state = await read(from_iterable(TEXTS).tokenize(tokenizer()), 3)
-    for other in (swapped, codes):
-        stream = from_iterable(TEXTS).tokenize(other)
+    for function in (swapped, codes):
+        stream = from_iterable(TEXTS).tokenize(function)
         with pytest.raises(StateMismatchError, match="tokenizer of tokenize was '7 "):
             stream.load_state_dict(state)
     stream = from_iterable(TEXTS).tokenize(tokenizer(), "text")

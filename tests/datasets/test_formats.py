@@ -1,4 +1,4 @@
-"""The law of formats holds for ours, and finds what others do wrong."""
+"""Our formats pass ``check_shard_format``, which finds the errors of broken ones."""
 
 import asyncio
 import doctest
@@ -21,8 +21,6 @@ import own_format
 import pytest
 
 from aioloader import DataLoader
-from aioloader._base.blocks import Block
-from aioloader._base.raising import STOPS
 from aioloader.datasets import (
     ByteStream,
     ShardedStream,
@@ -38,7 +36,6 @@ from aioloader.datasets import (
     objects,
     writers,
 )
-from aioloader.datasets._streams.cursors import name_of
 from aioloader.errors import StateMismatchError, TruncatedReadError
 from aioloader.testing import check_shard_format
 from beside import beside
@@ -79,7 +76,7 @@ STORED: dict[str, tuple[Make, Any]] = {
 
 
 @pytest.mark.parametrize("ending", STORED)
-async def test_the_laws_hold_in_a_store(ending: str, tmp_path: Path) -> None:
+async def test_formats_keep_the_laws_in_a_store(ending: str, tmp_path: Path) -> None:
     write, dataset = STORED[ending]
     write(tmp_path)
     data = (tmp_path / f"0.{ending}").read_bytes()
@@ -90,7 +87,7 @@ async def test_the_laws_hold_in_a_store(ending: str, tmp_path: Path) -> None:
 
 
 class Rows(Memory):
-    """Two shards, one of them empty, and readers that may be wrong."""
+    """Two shards, one of them empty, whose readers may be broken."""
 
     reader: Any = Reader
 
@@ -103,7 +100,7 @@ class Rows(Memory):
 
 
 class TooMany(Reader):
-    async def pull(self, limit: int) -> Block:
+    async def pull(self, limit: int) -> Any:
         return await super().pull(limit + 1)
 
 
@@ -113,31 +110,31 @@ class LosesOne(Reader):
 
 
 class ForgetsCancelled(Reader):
-    async def pull(self, limit: int) -> Block:
+    async def pull(self, limit: int) -> Any:
         self.task = asyncio.create_task(self.slow(limit))
         return await asyncio.shield(self.task)
 
-    async def slow(self, limit: int) -> Block:
+    async def slow(self, limit: int) -> Any:
         for _ in range(30):
             await asyncio.sleep(0)
         return await super().pull(limit)
 
 
 class AfterTheEnd(Reader):
-    async def pull(self, limit: int) -> Block:
-        found = await super().pull(limit)
-        self._at = self._at if len(found) else 0
-        return found
+    async def pull(self, limit: int) -> Any:
+        block = await super().pull(limit)
+        self._at = self._at if len(block) else 0
+        return block
 
 
 class Tuples(Reader):
-    """Has a position that JSON changes."""
+    """Returns a position that JSON changes."""
 
     def position(self) -> dict[str, Any]:
         return {"at": (self._at,)}
 
 
-async def test_a_format_of_ones_own() -> None:
+async def test_a_custom_format_keeps_the_laws() -> None:
     await check_shard_format(Rows())
     assert await names(ShardedStream(Rows())) == ["1", "2", "3", "4", "5"]
 
@@ -152,22 +149,22 @@ async def test_a_format_of_ones_own() -> None:
         (Tuples, "a position must be JSON"),
     ],
 )
-async def test_what_is_wrong_is_named(reader: Any, words: str) -> None:
+async def test_a_broken_reader_is_reported(reader: Any, words: str) -> None:
     rows = Rows()
     rows.reader = reader
     with pytest.raises(AssertionError, match=words):
         await check_shard_format(rows)
 
 
-async def test_a_summary_without_a_count_is_named(monkeypatch: Any) -> None:
-    """Lanes are dealt by it."""
+async def test_a_summary_needs_a_count(monkeypatch: Any) -> None:
+    """The count decides how shards are dealt to lanes."""
     rows = Rows()
     monkeypatch.setattr(rows, "summary", lambda _shards: {})
     with pytest.raises(AssertionError, match="summary must have 'count'"):
         await check_shard_format(rows)
 
 
-def test_the_example_of_ones_own_format_runs() -> None:
+def test_the_custom_format_example_runs() -> None:
     own_format.main()
 
 
@@ -178,7 +175,7 @@ MODULES = [decoders, files, named, objects, writers]
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_example(module: object) -> None:
+def test_docstring_examples_run(module: object) -> None:
     result = doctest.testmod(module)  # type: ignore[arg-type]
     assert result.attempted
     assert not result.failed
@@ -186,8 +183,8 @@ def test_example(module: object) -> None:
 
 # -- a generator of samples over a file ------------------------------------------------
 
-WRITTEN = b"".join(struct.pack("<I", 5) + b"%05d" % at for at in range(3000))
-RECORDS = [b"%05d" % at for at in range(3000)]
+WRITTEN = b"".join(struct.pack("<I", 5) + b"%05d" % n for n in range(3000))
+RECORDS = [b"%05d" % n for n in range(3000)]
 
 
 class Threads:
@@ -205,10 +202,10 @@ class Threads:
 
 
 @pytest.mark.parametrize("count", [1, 300, None])
-async def test_it_is_closed_in_the_thread_that_runs_it(
+async def test_a_generator_runs_and_closes_in_one_thread(
     count: int | None, tmp_path: Path
 ) -> None:
-    """Which is none of the loop's; objects of one thread may be used in it."""
+    """Not the loop's, so it may use objects that are bound to one thread."""
     (tmp_path / "a").write_bytes(b"line\n" * 9000)
     noted = Threads()
     await read(ByteStream(str(tmp_path / "a"), noted), count)
@@ -216,8 +213,8 @@ async def test_it_is_closed_in_the_thread_that_runs_it(
     assert threading.get_ident() not in noted.ran
 
 
-async def test_many_wait_at_once() -> None:
-    """More than a loop has threads, which stay free; and closing ends the waiting."""
+async def test_many_readers_may_wait_at_once() -> None:
+    """More than a loop has threads; closing ends their waits."""
     noted = Threads()
     with ObjectServer(dict.fromkeys(map(str, range(40)), WRITTEN)) as server:
         server.faults = Faults(hangs=1)
@@ -238,7 +235,7 @@ def lines(file: BinaryIO) -> Iterator[str]:
         yield json.loads(line)
 
 
-async def test_what_it_raises_comes_after_the_samples_before(tmp_path: Path) -> None:
+async def test_a_generators_error_comes_after_its_samples(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("1\n2\n{\n4\n")
     (tmp_path / "b").write_text("5\n")
     stream: Any = ByteStream(f"{tmp_path}/*", lambda file: lines(file))  # noqa: PLW0108
@@ -246,14 +243,17 @@ async def test_what_it_raises_comes_after_the_samples_before(tmp_path: Path) -> 
     assert await beside(lambda: [*loader]) == [[1], [2], [5]]
     note = f"aioloader: in {str(tmp_path / 'a')!r}, read up to byte 6"
     assert loader.skipped[0].error.__notes__ == [note]
-    found, _ = await read(ByteStream(f"{tmp_path}/b", lambda file: map(int, file)))
-    assert found == [5]
+    samples, _ = await read(ByteStream(f"{tmp_path}/b", lambda file: map(int, file)))
+    assert samples == [5]
     with pytest.raises(TypeError, match="returned a value of type 'list'"):
         await read(ByteStream(f"{tmp_path}/b", lambda file: [*lines(file)]))
 
 
+STOPS = [StopIteration, StopAsyncIteration, GeneratorExit, asyncio.CancelledError]
+
+
 @pytest.mark.parametrize("kind", STOPS)
-async def test_what_would_end_a_loop_is_loud(
+async def test_a_stop_raised_by_a_generator_is_an_error(
     kind: type[BaseException], tmp_path: Path
 ) -> None:
     (tmp_path / "a").write_text("1\n")
@@ -268,7 +268,7 @@ async def test_what_would_end_a_loop_is_loud(
             await anext(iterator)
 
 
-async def test_a_file_goes_forward(tmp_path: Path) -> None:
+async def test_files_can_only_be_read_forward(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(bytes(300_000) + b"end")
     seen: list[Any] = []
 
@@ -287,8 +287,8 @@ async def test_a_file_goes_forward(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", range(9, 28))
-def test_a_cut_file_is_no_shorter_record(size: int, tmp_path: Path) -> None:
-    """Unless it is cut between two records, reading it ends in an error."""
+def test_a_truncated_record_is_an_error(size: int, tmp_path: Path) -> None:
+    """Unless the file ends between two records."""
     (path := tmp_path / "a.rec").write_bytes(WRITTEN[:size])
     stream: Any = ByteStream(str(path), own_format.records)
     loader: Any = DataLoader(stream, 1, on_error="skip", collate_fn=list)
@@ -303,7 +303,7 @@ def test_a_cut_file_is_no_shorter_record(size: int, tmp_path: Path) -> None:
         assert str(skip.error).startswith(words)
 
 
-# -- what a stream says of itself: a state fits the stream that saved it, and no other -
+# -- descriptions: a state fits only the stream that saved it ------------------------
 
 
 def numbers(count: int = 40) -> Iterator[int]:
@@ -334,6 +334,7 @@ async def triple(value: Any) -> Any:
 
 
 def test_names_of_functions_are_stable() -> None:
+    function: Any
     here = __name__
     for function, name in (
         (numbers, f"{here}.numbers"),
@@ -346,25 +347,25 @@ def test_names_of_functions_are_stable() -> None:
         (json.loads, "json.loads"),
         (int, "builtins.int"),
     ):
-        assert name_of(function) == name
+        assert from_iterable(function).describe()["function"] == name
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_values_of_queries() -> None:
+def test_descriptions_hide_query_parameters() -> None:
     pytest.importorskip("adbc_driver_sqlite")
-    one, other = (
+    first, second = (
         SQLDataset(
             "sqlite:///x", "SELECT * FROM t WHERE a = ?", key="id", parameters=[value]
         ).describe()
         for value in ("secret", "other")
     )
-    assert "secret" not in str(one)
-    assert one != other
+    assert "secret" not in str(first)
+    assert first != second
 
 
 @pytest.mark.slow
-def test_another_process_says_the_same() -> None:
-    """Hash seeds, addresses of objects and names of the main module do not count."""
+def test_descriptions_are_equal_in_other_processes() -> None:
+    """Whatever the hash seed, object addresses and the main module."""
     code = (
         "import json\n"
         f"from {__name__} import Called, numbers\n"
@@ -410,13 +411,13 @@ def chains(folder: Path) -> list[Any]:
         {"shift": False},
     ]
     return [
-        *(tokens.pack(**{"length": 8, **one}) for one in packings),
+        *(tokens.pack(**{"length": 8, **option}) for option in packings),
         *(from_dataset(range(count)) for count in (23, 24)),
         from_dataset(range(23), shuffle=True),
         mix({"a": lines, "b": table}, [2, 1]),
         mix({"b": lines, "a": table}, [2, 1]),
         lines,
-        *(TextDataset(files, **one) for one in options),
+        *(TextDataset(files, **option) for option in options),
         table,
         parquet(folder, columns=["name"]),
         lines.map(double),
@@ -445,19 +446,19 @@ def chains(folder: Path) -> list[Any]:
 async def test_no_state_fits_another_stream(tmp_path: Path) -> None:
     streams = chains(tmp_path)
     states = [await state_of(stream) for stream in streams]
-    for (one, stream), (other, state) in itertools.product(
+    for (i, stream), (j, state) in itertools.product(
         enumerate(streams), enumerate(states)
     ):
-        if one == other:
+        if i == j:
             stream.load_state_dict(state)
             continue
-        with pytest.raises(StateMismatchError, match="is of another stream: ") as found:
+        with pytest.raises(StateMismatchError, match="is of another stream:") as caught:
             stream.load_state_dict(state)
-        assert found.value.expected == state["stream"]
-        assert found.value.found == stream.describe()
+        assert caught.value.expected == state["stream"]
+        assert caught.value.found == stream.describe()
 
 
-async def test_what_differs_is_named() -> None:
+async def test_a_mismatch_error_names_the_difference() -> None:
     first, tokens = from_iterable(numbers), from_iterable(numbers).map(as_tokens)
     chain = first.shuffle(4).batch(2)
     for saved, loaded, words in (
@@ -493,7 +494,7 @@ async def test_what_differs_is_named() -> None:
             loaded.load_state_dict(state)
 
 
-async def test_a_function_of_another_name_is_a_warning() -> None:
+async def test_another_function_name_is_only_a_warning() -> None:
     state = await state_of(from_iterable(range(40)).map(double))
     stream = from_iterable(range(40)).map(str)
     with pytest.warns(UserWarning, match=r"function of map was '.*double', and is 'b"):
@@ -501,22 +502,22 @@ async def test_a_function_of_another_name_is_a_warning() -> None:
     assert (await read(stream))[0] == [str(number) for number in range(5, 40)]
 
 
-async def test_the_data_may_move_and_be_read_otherwise(tmp_path: Path) -> None:
+async def test_moved_data_and_read_options_keep_a_state_valid(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     text(tmp_path / "a"), text(tmp_path / "b")
-    one = TextDataset("*.txt", store=tmp_path / "a").map(triple, concurrency=2)
+    here = TextDataset("*.txt", store=tmp_path / "a").map(triple, concurrency=2)
     moved = str(tmp_path / "b" / "*.txt")
-    other = TextDataset(moved, max_bytes=1 << 20, cache=tmp_path / "c")
-    names, state = await read(one, 7)
-    stream = other.map(triple, concurrency=9)
+    there = TextDataset(moved, max_bytes=1 << 20, cache=tmp_path / "c")
+    names, state = await read(here, 7)
+    stream = there.map(triple, concurrency=9)
     stream.load_state_dict(state)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert names + (await read(stream))[0] == (await read(one))[0]
+        assert names + (await read(stream))[0] == (await read(here))[0]
 
 
-async def test_other_shards_are_refused(tmp_path: Path) -> None:
+async def test_a_state_of_other_shards_is_refused(tmp_path: Path) -> None:
     lines = text(tmp_path)
     state = await state_of(lines)
     (tmp_path / "more.txt").write_text("more\n")
@@ -528,16 +529,16 @@ async def test_other_shards_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"num_workers": 1, "fetch": "workers"}])
-def test_a_loader_refuses_it_when_it_is_loaded(options: Any) -> None:
+def test_a_loader_refuses_a_state_when_it_is_loaded(options: Any) -> None:
     first = from_iterable(numbers)
     loader: Any = DataLoader(first.shuffle(4), 5, collate_fn=list, **options)
-    other: Any = DataLoader(first.shuffle(8), 5, collate_fn=list, **options)
+    changed: Any = DataLoader(first.shuffle(8), 5, collate_fn=list, **options)
     with loader:
         next(iter(loader))
         state = json.loads(json.dumps(loader.state_dict()))
     for strict in (True, False):
         with pytest.raises(StateMismatchError, match="shuffle was 4, and is 8"):
-            other.load_state_dict(state, strict=strict)
+            changed.load_state_dict(state, strict=strict)
 
 
 async def test_states_of_different_streams_are_not_merged() -> None:

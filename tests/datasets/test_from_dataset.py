@@ -1,4 +1,4 @@
-"""Map-style datasets as streams, and ``mix``: shares at every prefix, and positions."""
+"""Map-style datasets as streams, and mixtures: shares at every prefix, and resuming."""
 
 import asyncio
 import contextlib
@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset
 
 from aioloader import DataLoader
-from aioloader._base.blocks import FailedSample
 from aioloader._order.mixture import Schedule
 from aioloader._order.ranks import ReaderShare
 from aioloader._order.stream_states import opened, sealed
@@ -34,7 +33,7 @@ N = 23
 
 
 class Plain:
-    """Squares; one of them fails."""
+    """Squares of the indices, one of which may fail."""
 
     def __init__(self, length: int = N, bad: int = -1) -> None:
         self.length, self.bad = length, bad
@@ -86,7 +85,7 @@ class CoroutinesTogether(Coroutines):
 
 
 class Wrapped(Plain):
-    """A plain dataset that returns what a coroutine function returns."""
+    """A plain dataset whose items are coroutines."""
 
     def __getitem__(self, index: int) -> Any:
         return Coroutines(self.length, self.bad)[index]
@@ -98,11 +97,11 @@ KIND = pytest.mark.parametrize("kind", KINDS)
 
 @KIND
 @pytest.mark.parametrize("shuffle", [False, True])
-async def test_all_samples_in_each_epoch(kind: type[Plain], shuffle: bool) -> None:
+async def test_each_epoch_has_all_samples(kind: type[Plain], shuffle: bool) -> None:
     stream = from_dataset(kind(), shuffle=shuffle, seed=4)
     squares = [index**2 for index in range(N)]
     epochs = [await items(stream) for _ in range(3)]
-    assert [sorted(one) for one in epochs] == [squares] * 3
+    assert [sorted(epoch) for epoch in epochs] == [squares] * 3
     assert len({*map(tuple, epochs)}) == (3 if shuffle else 1)
     assert (epochs[0] == squares) == (not shuffle)
     again = from_dataset(kind(), shuffle=shuffle, seed=4)
@@ -116,7 +115,7 @@ async def test_a_failed_sample_fails_alone(kind: type[Plain]) -> None:
         block: Any = await iterator.pull(N)
         while len(block) < N:
             block += await iterator.pull(N)
-    assert [one for one in block if type(one) is not FailedSample] == [
+    assert [sample for sample in block if not hasattr(sample, "error")] == [
         index**2 for index in range(N) if index != 5
     ]
     assert str(block[5].error) == "no 5"
@@ -127,7 +126,7 @@ async def test_a_failed_sample_fails_alone(kind: type[Plain]) -> None:
 
 @pytest.mark.slow
 @KIND
-async def test_resumes_anywhere(kind: type[Plain]) -> None:
+async def test_reading_resumes_after_any_sample(kind: type[Plain]) -> None:
     stream = from_dataset(kind(), shuffle=True)
     stream.set_epoch(0)
     whole = await items(stream)
@@ -139,24 +138,24 @@ async def test_resumes_anywhere(kind: type[Plain]) -> None:
 # -- where it is read -----------------------------------------------------------------
 
 
-async def test_a_plain_one_is_read_in_one_thread() -> None:
-    """Of all readers, and not on the loop."""
+async def test_a_plain_dataset_is_read_in_one_thread() -> None:
+    """For all readers together, and not on the loop."""
     dataset = Plain(200)
     stream = from_dataset(dataset).readers(4).shard(0, 1)
     assert sorted(await items(stream)) == [index**2 for index in range(200)]
     assert len(dataset.threads) == 1
     assert threading.current_thread() not in dataset.threads
-    assert not any(one.is_alive() for one in dataset.threads)
+    assert not any(thread.is_alive() for thread in dataset.threads)
 
 
 @pytest.mark.parametrize(("readers", "least"), [(1, 6), (3, 2)])
-async def test_coroutines_run_many_at_a_time(readers: int, least: int) -> None:
+async def test_concurrency_bounds_all_readers(readers: int, least: int) -> None:
     dataset = Coroutines(60)
     await items(from_dataset(dataset, concurrency=6).readers(readers))
     assert least <= dataset.most <= 6
 
 
-async def test_several_are_read_together() -> None:
+async def test_getitems_reads_a_block_in_one_call() -> None:
     dataset = Together(500)
     async with aiter(from_dataset(dataset)) as iterator:
         blocks = [await iterator.pull(100) for _ in range(5)]
@@ -173,15 +172,15 @@ WRAPPERS: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-async def test_wrappers_of_torch(wrapper: str) -> None:
-    found = await items(from_dataset(WRAPPERS[wrapper]()))
+async def test_torch_wrappers_of_coroutines_are_read(wrapper: str) -> None:
+    samples = await items(from_dataset(WRAPPERS[wrapper]()))
     squares = [index**2 for index in range(N)]
     wanted: Any = {"concat": [*squares[:7], *squares]}
-    wanted["stack"] = [(one, one) for one in squares]
-    assert found == wanted.get(wrapper, squares)
+    wanted["stack"] = [(square, square) for square in squares]
+    assert samples == wanted.get(wrapper, squares)
 
 
-async def test_its_resources_are_entered_on_the_loop() -> None:
+async def test_a_lifespan_is_entered_once_for_all_readers() -> None:
     entered: list[str] = []
 
     class Owned(Coroutines, HasLifespan):
@@ -216,36 +215,36 @@ def test_ranks_share_equally(length: int, shuffle: bool, tail: Any, ranks: int) 
     loaders = of_ranks(make(), ranks, 3, **options)
     parts: list[Any] = [[*loader] for loader in loaders]
     if tail == "pad":
-        parts = [[masked([batch]) for batch in one] for one in parts]
+        parts = [[masked([batch]) for batch in part] for part in parts]
     elif tail != "uneven":
         assert len({*map(len, parts)}) == 1
     assert [*map(len, loaders)] == [*map(len, parts)]
-    found = Counter(one for part in parts for batch in part for one in batch)
+    delivered = Counter(x for part in parts for batch in part for x in batch)
     whole = Counter(index**2 for index in range(length))
     if tail in {"uneven", "pad"}:
-        assert found == whole
+        assert delivered == whole
     elif tail == "drop":
-        assert found <= whole
-        assert found.total() == length - length % ranks
+        assert delivered <= whole
+        assert delivered.total() == length - length % ranks
     else:
-        assert found >= whole
-        assert found.total() == length + -length % ranks
+        assert delivered >= whole
+        assert delivered.total() == length + -length % ranks
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_loader_of_it_is_one_of_the_dataset(num_workers: int) -> None:
+def test_a_stream_gives_the_batches_of_its_dataset(num_workers: int) -> None:
     dataset: Any = TensorDataset(torch.arange(50))
     options: Any = {"num_workers": 1, "fetch": "workers"} if num_workers else {}
-    found = [*DataLoader(from_dataset(dataset), 8, **options)]
-    for (one,), (other,) in zip(found, DataLoader(dataset, 8), strict=True):
-        assert torch.equal(one, other)
+    batches = [*DataLoader(from_dataset(dataset), 8, **options)]
+    for (batch,), (expected,) in zip(batches, DataLoader(dataset, 8), strict=True):
+        assert torch.equal(batch, expected)
 
 
-async def test_steps_and_passes() -> None:
+async def test_each_repeated_pass_has_another_order() -> None:
     stream = from_dataset(Plain(), shuffle=True).repeat().epoch_length(60)
-    found = await items(stream)
-    assert sorted(found[:N]) == sorted(found[N : 2 * N])
-    assert found[:N] != found[N : 2 * N]
+    samples = await items(stream)
+    assert sorted(samples[:N]) == sorted(samples[N : 2 * N])
+    assert samples[:N] != samples[N : 2 * N]
     assert from_dataset(Plain()).map(float).total() == N
     assert repr(from_dataset(Plain()).take(2)) == "stream of Plain.take(...)"
 
@@ -266,9 +265,9 @@ def endless() -> Any:
 
 
 def shares(weights: Any) -> Any:
-    """Return a column of the sources' parts of the whole, exact."""
-    found = [Fraction(str(one)) for one in weights]
-    return [float(one / sum(found)) for one in found]
+    """Return each source's exact share of the whole."""
+    exact = [Fraction(str(weight)) for weight in weights]
+    return [float(weight / sum(exact)) for weight in exact]
 
 
 # -- shares -----------------------------------------------------------------------
@@ -279,11 +278,11 @@ def shares(weights: Any) -> Any:
 @example([1, 1], 2, 10**9)
 @example([1e-9, 1, 1, 1, 2, 3, 5], 13, 0)
 def test_each_source_has_its_share(weights: Any, readers: int, begin: int) -> None:
-    """At every prefix of the order of all readers, as far from the start as may be."""
+    """At every prefix of the order of all readers, however far from the start."""
     schedule = Schedule([*map(str, range(len(weights)))], weights, "all")
     first = begin // readers
     parts = [
-        schedule.sources(first, ReaderShare(one, readers), []) for one in range(readers)
+        schedule.sources(first, ReaderShare(n, readers), []) for n in range(readers)
     ]
     order = np.stack(parts, axis=1).ravel()
     before = [n for n, _ in schedule.stage(0, []).proportions.counts(first * readers)]
@@ -297,40 +296,40 @@ def test_each_source_has_its_share(weights: Any, readers: int, begin: int) -> No
 @pytest.mark.parametrize("weights", [[1, 1], [1, 3], [2, 1, 1], [0.5, 0.3, 0.2]])
 @pytest.mark.parametrize("readers", [2, 4, 10, 24])
 def test_each_reader_has_all_sources(readers: int, weights: Any) -> None:
-    """Whatever the numbers have in common, no reader reads only some of them."""
+    """Even if the weights and the readers have common divisors."""
     schedule = Schedule([*map(str, range(len(weights)))], weights, "all")
     for reader in range(readers):
-        found: list[int] = []
-        while len(found) < 2000:
-            found += [*schedule.sources(len(found), ReaderShare(reader, readers), [])]
-        counts = np.bincount(found, minlength=len(weights)) / len(found)
+        order: list[int] = []
+        while len(order) < 2000:
+            order += [*schedule.sources(len(order), ReaderShare(reader, readers), [])]
+        counts = np.bincount(order, minlength=len(weights)) / len(order)
         assert counts == pytest.approx(shares(weights), rel=0.05)
 
 
-async def test_weights_by_name_and_in_stages() -> None:
+async def test_weights_may_have_names_and_stages() -> None:
     stages: Any = [(0, {"b": 1, "a": 3}), (80, [1, 1]), (120, {"a": 0.25, "b": 0.75})]
     sources = {"a": of("a", 999), "b": of("b", 999)}
     for readers in (1, 3):
-        found, _ = await read(mix(sources, stages).readers(readers), 320)
-        for part, share in ((found[:80], 60), (found[80:120], 20), (found[120:], 50)):
+        names, _ = await read(mix(sources, stages).readers(readers), 320)
+        for part, share in ((names[:80], 60), (names[80:120], 20), (names[120:], 50)):
             assert abs(Counter(name[0] for name in part)["a"] - share) <= 1.5
-    one, other = mix(sources, [0.75, 0.25]), mix(sources, {"b": 1, "a": 3})
-    assert one.describe() == other.describe()
-    assert await items(one) == await items(other)
+    listed, named = mix(sources, [0.75, 0.25]), mix(sources, {"b": 1, "a": 3})
+    assert listed.describe() == named.describe()
+    assert await items(listed) == await items(named)
 
 
 # -- ends and positions -------------------------------------------------------------
 
 
-async def test_ends() -> None:
-    one, other = of("a", 900), of("b", 100)
-    found = await items(one.mix(other, weights=[3, 1]))
-    assert sorted(found) == sorted(await items(one) + await items(other))
+async def test_mixtures_end_with_all_or_the_first_source() -> None:
+    a, b = of("a", 900), of("b", 100)
+    samples = await items(a.mix(b, weights=[3, 1]))
+    assert sorted(samples) == sorted(await items(a) + await items(b))
     for name in "ab":
-        part = [int(word[1:]) for word in found if word[0] == name]
+        part = [int(word[1:]) for word in samples if word[0] == name]
         assert part == sorted(part)
-    short = await items(one.mix(other, weights=[3, 1], until="first"))
-    assert short == found[: len(short)]
+    short = await items(a.mix(b, weights=[3, 1], until="first"))
+    assert short == samples[: len(short)]
     assert abs(len(short) - 400) <= 6
     assert Counter(word[0] for word in short)["b"] == 100
     three = mix([of("a", 90), of("b", 9), of("c", 90)], [2, 1, 1])
@@ -353,7 +352,7 @@ CHAINS: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CHAINS)
-async def test_mixtures_resume_anywhere(name: str) -> None:
+async def test_mixtures_resume_after_any_sample(name: str) -> None:
     whole = await items(CHAINS[name]())
     for count in range(len(whole) + 1):
         stream = CHAINS[name]()
@@ -364,7 +363,7 @@ async def test_mixtures_resume_anywhere(name: str) -> None:
 
 
 async def test_a_state_of_an_older_version_is_refused() -> None:
-    """It has the words of mixtures before these."""
+    """Its description of the mixture has other fields."""
     stream = of("a", 9).mix(of("a", 9), weights=[2, 1])
     state = opened((await read(stream, 5))[1])
     state["stream"] = {**state["stream"], "seed": 0, "weights": [2.0, 1.0]}
@@ -373,7 +372,7 @@ async def test_a_state_of_an_older_version_is_refused() -> None:
 
 
 @pytest.mark.slow
-async def test_a_state_is_small() -> None:
+async def test_a_state_of_24_readers_is_small() -> None:
     _, state = await read(endless().readers(24), 1000)
     assert len(json.dumps(state)) < 24 * 3 * 150
 
@@ -388,10 +387,9 @@ async def test_a_state_is_small() -> None:
     st.integers(1, 20),
     st.sampled_from(["all", "first"]),
 )
-def test_map_style_datasets_have_the_same_order(
+def test_map_style_mixtures_have_the_order_of_streams(
     lengths: list[int], numbers: list[int], start: int, until: Any
 ) -> None:
-    """As streams of one reader have."""
     lists = [
         [f"{source}.{number}" for number in range(length)]
         for source, length in enumerate(lengths)
@@ -399,39 +397,39 @@ def test_map_style_datasets_have_the_same_order(
     count = len(lists)
     weights: Any = [(0, numbers[:count]), (start, numbers[-count:])]
     mixture = mix(lists, weights, until)
-    stream = mix([from_iterable(one) for one in lists], weights, until)
-    found = [mixture[place] for place in range(len(mixture))]
-    assert found == asyncio.run(items(stream))
-    if found:
-        assert mixture[-1] == found[-1]
+    stream = mix([from_iterable(source) for source in lists], weights, until)
+    samples = [mixture[place] for place in range(len(mixture))]
+    assert samples == asyncio.run(items(stream))
+    if samples:
+        assert mixture[-1] == samples[-1]
     with pytest.raises(IndexError):
-        mixture[len(found)]
+        mixture[len(samples)]
 
 
-def test_shares_of_billions() -> None:
+def test_shares_hold_among_billions_of_samples() -> None:
     lengths = 7 * 10**9, 2 * 10**9, 10**9
     starts = [0, *accumulate(lengths)]
     sources = [range(*ends) for ends in pairwise(starts)]
     mixture = mix(sources, [0.7, 0.2, 0.1])
     assert len(mixture) == 10**10
-    for at in range(10**9, 10**9 + 2000):
-        index = mixture[at]
-        source = next(one for one in range(3) if index < starts[one + 1])
-        assert abs(index - starts[source] - at * lengths[source] / 10**10) <= 1.5
+    for place in range(10**9, 10**9 + 2000):
+        index = mixture[place]
+        source = next(n for n in range(3) if index < starts[n + 1])
+        assert abs(index - starts[source] - place * lengths[source] / 10**10) <= 1.5
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_loader_reads_each_kind(kind: Any, num_workers: int) -> None:
-    """Beside a plain one; a batch is read at once by those that can."""
+def test_a_loader_reads_mixtures_of_each_kind(kind: Any, num_workers: int) -> None:
+    """Next to a plain dataset; __getitems__ reads each batch in one call."""
     first = kind(12)
     mixture: Any = mix({"a": first, "b": Plain(6)}, [2, 1])
     loader: Any = DataLoader(mixture, 6, collate_fn=list, num_workers=num_workers)
     with loader:
         batches = list(loader)
-    found = [square for batch in batches for square in batch]
-    assert sorted(found) == sorted(n**2 for n in [*range(12), *range(6)])
+    squares = [square for batch in batches for square in batch]
+    assert sorted(squares) == sorted(n**2 for n in [*range(12), *range(6)])
     if num_workers == 0 and hasattr(first, "calls"):
         assert first.calls == 3
     state = loader.state_dict()
@@ -444,13 +442,13 @@ def test_a_loader_reads_each_kind(kind: Any, num_workers: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("fetch", ["loader", "workers"])
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_figures_by_source(num_workers: int, fetch: Any) -> None:
-    """Of what was delivered, also by workers that read, and after a load."""
+def test_stats_count_delivered_samples_by_source(num_workers: int, fetch: Any) -> None:
+    """Also if workers read, and after a state was loaded."""
     options: dict[str, Any] = {"num_workers": num_workers}
     if num_workers:
         options["fetch"] = fetch
     stream = mix({"a": of("a", 8).repeat(), "b": of("b", 99)}, [3, 1], "first")
-    found: list[str] = []
+    samples: list[str] = []
     state: Any = None
     for _ in range(2):
         with DataLoader(stream, 4, collate_fn=list, **options) as loader:
@@ -459,11 +457,11 @@ def test_figures_by_source(num_workers: int, fetch: Any) -> None:
                 loader.load_state_dict(state)
             iterator = iter(loader)
             for _ in range(8):
-                found += next(iterator)
+                samples += next(iterator)
             stats, state = loader.stats(), loader.state_dict()
         sources = stats.sources
-        assert {name: one.samples for name, one in sources.items()} == Counter(
-            name[0] for name in found
+        assert {name: source.samples for name, source in sources.items()} == Counter(
+            name[0] for name in samples
         )
         readers = 2 if num_workers and fetch == "workers" else 1
         whole = sources["a"].samples / 8
@@ -474,8 +472,8 @@ def test_figures_by_source(num_workers: int, fetch: Any) -> None:
 
 
 @pytest.mark.parametrize("times", [None, 1, 2])
-def test_passes_of_a_mixture_count_the_one_under_way(times: int | None) -> None:
-    """None has started before the first sample, and the first is 1, not 0."""
+def test_passes_include_the_one_under_way(times: int | None) -> None:
+    """Before the first sample there are none; the first pass counts as 1."""
     again = of("a", 64) if times is None else of("a", 64).repeat(times)
     with DataLoader(mix({"a": again, "b": of("b", 256)}), 32) as loader:
         seen = [loader.stats().sources["a"].passes for _ in loader]

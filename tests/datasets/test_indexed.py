@@ -1,4 +1,4 @@
-"""Random access gives what a stream does; what is refused, or has changed, is told."""
+"""Random access gives a stream's samples; unsupported or changed shards are refused."""
 
 import asyncio
 import itertools
@@ -64,7 +64,7 @@ NO_SAMPLES = st.sampled_from(["README", "__meta__/x.json", "d/.hidden"])
 BODIES = st.sampled_from([0, 1, 511, 512, 513, 3000]).map(lambda size: b"x" * size)
 MEMBERS = st.one_of(
     st.builds(written, NAMES | NO_SAMPLES, BODIES, st.sampled_from([*FORMATS])),
-    # headers that say nothing of the member, such as times
+    # headers that do not describe the member's data, such as times
     st.builds(lambda body: pax({"mtime": "1.5"}) + member(b"b.t", body), BODIES),
     st.builds(lambda body: header(b"c.x", len(body), b"S") + padded(body), BODIES),
     st.builds(sparse, NAMES, BODIES),
@@ -80,7 +80,7 @@ LINE = st.tuples(LINES, st.sampled_from([b"\n", b"\r\n", b"\n\n"])).map(b"".join
 FILES = st.tuples(st.sampled_from([b"", BOM]), st.lists(LINE).map(b"".join))
 FILES_OF_LINES = FILES.map(b"".join) | FILES.map(lambda two: b"".join(two).rstrip())
 RECORDS = st.lists(st.binary(max_size=9)).map(
-    lambda records: b"".join(struct.pack("<I", len(one)) + one for one in records)
+    lambda records: b"".join(struct.pack("<I", len(data)) + data for data in records)
 )
 MDS_ENTRY = {
     "format": "mds",
@@ -95,8 +95,8 @@ MDS_ENTRY = {
 def mds_of(rows: list[tuple[bytes, bytes]]) -> bytes:
     """Return a shard with columns of bytes, JSON and a number."""
     samples = [
-        struct.pack("<2I", len(one), len(text)) + one + text + struct.pack("<H", number)
-        for number, (one, text) in enumerate(rows)
+        struct.pack("<2I", len(raw), len(text)) + raw + text + struct.pack("<H", number)
+        for number, (raw, text) in enumerate(rows)
     ]
     ends = itertools.accumulate(map(len, samples), initial=8 + 4 * len(rows))
     return b"".join([struct.pack(f"<{len(rows) + 2}I", len(rows), *ends), *samples])
@@ -125,7 +125,7 @@ def put(place: Any, objects: dict[str, bytes]) -> None:
 
 def objects_of(kind: str, shards: Sequence[bytes]) -> dict[str, bytes]:
     """Return shards by name, and the index of those of MDS."""
-    objects = {f"in/{at}.{kind}": data for at, data in enumerate(shards)}
+    objects = {f"in/{i}.{kind}": data for i, data in enumerate(shards)}
     if kind == "mds":
         entries = [
             MDS_ENTRY
@@ -140,26 +140,27 @@ def objects_of(kind: str, shards: Sequence[bytes]) -> dict[str, bytes]:
 def shown(results: Sequence[Any]) -> list[Any]:
     """Return results, errors by type and text."""
     return [
-        (type(one), str(one)) if isinstance(one, Exception) else one for one in results
+        (type(result), str(result)) if isinstance(result, Exception) else result
+        for result in results
     ]
 
 
 async def every(dataset: Any) -> list[Any]:
-    """Return all samples: asked for at once, as in turn, and as a batch."""
+    """Return all samples; check that single reads and a batch equal them."""
     indices = range(len(dataset))
     async with dataset:
         reads = (dataset[index] for index in indices)
-        found = shown(await asyncio.gather(*reads, return_exceptions=True))
+        results = shown(await asyncio.gather(*reads, return_exceptions=True))
         for index in indices:
             alone = await asyncio.gather(dataset[index], return_exceptions=True)
-            assert shown(alone) == [found[index]]
-        if dataset.__getitems__ and not any(type(one) is tuple for one in found):
-            assert await dataset.__getitems__(indices) == found
-    return found
+            assert shown(alone) == [results[index]]
+        if dataset.__getitems__ and not any(type(x) is tuple for x in results):
+            assert await dataset.__getitems__(indices) == results
+    return results
 
 
 async def check(stream: Any, pack: Path | None = None, *, scan: bool = False) -> Any:
-    """Check that random access gives what a stream does; return its dataset."""
+    """Check that random access equals the stream; return the dataset."""
     expected = shown((await read(stream, errors=Exception))[0])
     dataset = await IndexedDataset.discover(stream, pack=pack, scan=scan)
     assert await every(dataset) == expected
@@ -170,8 +171,8 @@ async def check(stream: Any, pack: Path | None = None, *, scan: bool = False) ->
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=settings().max_examples // 3)
 @given(data=st.data())
-def test_it_gives_what_the_stream_gives(kind: str, data: st.DataObject) -> None:
-    """Sample by sample, errors too: from a scan, a pack, and what the command wrote."""
+def test_random_access_equals_the_stream(kind: str, data: st.DataObject) -> None:
+    """Errors, too: from a scan, a pack, and the indexes that the command wrote."""
     strategy, make = KINDS[kind]
     objects = objects_of(kind, data.draw(st.lists(strategy, min_size=1, max_size=3)))
     with tempfile.TemporaryDirectory() as folder:
@@ -185,23 +186,22 @@ def test_it_gives_what_the_stream_gives(kind: str, data: st.DataObject) -> None:
         for place in (root, store):
             put(place, objects)
             asyncio.run(check_scanned(place))
-        if kind == "rec":  # the command knows no format of a user
+        if kind == "rec":  # the command knows no custom formats
             return
         pack.unlink()
         shards = f"{root}/in" if kind == "mds" else f"{root}/in/*.{kind}"
         assert main(["index", "-q", shards, "--pack", str(pack)]) == 0
         asyncio.run(check(make(store=root), pack))
-        if kind != "mds":  # whose heads are their index
+        if kind != "mds":  # their headers are the index
             assert main(["index", "-q", shards]) == 0
-            found = {f"in/{one.name}": one for one in root.glob("in/*.idx")}
-            put(store, {name: one.read_bytes() for name, one in found.items()})
+            indexes = {f"in/{path.name}": path for path in root.glob("in/*.idx")}
+            put(store, {name: path.read_bytes() for name, path in indexes.items()})
         for place in (root, store):
             asyncio.run(check(make(store=place)))
 
 
 @pytest.mark.parametrize("ending", ["arrow", "arrows"])
-async def test_rows_of_local_arrow_files(ending: str, tmp_path: Path) -> None:
-    """They need no index."""
+async def test_local_arrow_files_need_no_index(ending: str, tmp_path: Path) -> None:
     table = pa.table({"x": range(10), "s": ["é", None] * 5, "y": [{"k": b"v"}] * 10})
     names = [f"{name}.{ending}" for name in "01"]
     put(tmp_path, dict.fromkeys(names, bytes_of(table, ending, rows=3)))
@@ -218,13 +218,13 @@ async def test_rows_of_local_arrow_files(ending: str, tmp_path: Path) -> None:
         await IndexedDataset.discover(ArrowDataset(names[0], store=store))
 
 
-TEN = b"".join(b"line %d\n" % at for at in range(10))
+TEN = b"".join(b"line %d\n" % i for i in range(10))
 INDEX_OF_TEN = struct.pack("<11Q", *range(0, 77, 7))
-# How messages about an index end: with the command that writes it.
+# Messages about an index end with the command that writes it.
 AGAIN = ".*`aioloader index"
 
 
-async def test_indices(tmp_path: Path) -> None:
+async def test_indices_are_those_of_a_list(tmp_path: Path) -> None:
     put(tmp_path, {"0.txt": TEN, "1.txt": b"", "2.txt": b"last"})
     done: list[tuple[int, int]] = []
     stream, seen = TextDataset("*.txt", store=tmp_path), lambda *two: done.append(two)
@@ -238,8 +238,8 @@ async def test_indices(tmp_path: Path) -> None:
                 await dataset[index]
 
 
-async def test_a_shard_of_four_gigabytes(tmp_path: Path) -> None:
-    """Its numbers have 64 bits, as those of all shards in its pack."""
+async def test_a_shard_may_exceed_four_gigabytes(tmp_path: Path) -> None:
+    """All numbers of its pack have 64 bits."""
     large, stream = 1 << 32, TextDataset("*.txt", store=tmp_path)
     with (tmp_path / "0.txt").open("wb") as file:
         file.seek(large)
@@ -272,7 +272,7 @@ REFUSED: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize(("stream", "words"), REFUSED)
-async def test_streams_that_are_refused(
+async def test_unsupported_streams_are_refused(
     stream: Any, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -282,17 +282,15 @@ async def test_streams_that_are_refused(
         await IndexedDataset.discover(stream)
 
 
-async def test_a_function_of_progress_that_fails(tmp_path: Path) -> None:
-    """It ends the scans that are under way."""
-    put(tmp_path, {f"{at}.txt": TEN for at in range(9)})
+async def test_a_failing_progress_function_ends_the_scan(tmp_path: Path) -> None:
+    put(tmp_path, {f"{i}.txt": TEN for i in range(9)})
     with pytest.raises(ZeroDivisionError):
         stream = TextDataset(f"{tmp_path}/?.txt")
         await IndexedDataset.discover(stream, scan=lambda done, _: done // 0)
     assert len(asyncio.all_tasks()) == 1
 
 
-async def test_a_server_without_ranges(loopback: Any) -> None:
-    """It can be scanned, but not read."""
+async def test_a_server_without_ranges_can_only_be_scanned(loopback: Any) -> None:
     stream = TextDataset(f"{loopback.at('norange')}/cats/z.bin")
     async with await IndexedDataset.discover(stream, scan=True) as dataset:
         with pytest.raises(DatasetError, match=r"must be read by ranges, .*: download"):
@@ -306,7 +304,7 @@ async def test_a_server_without_ranges(loopback: Any) -> None:
         (b"aioidx\x09", None, "it is of version"),
     ],
 )
-async def test_damaged_packs(
+async def test_damaged_packs_are_refused(
     start: bytes, stop: int | None, why: str, tmp_path: Path
 ) -> None:
     """On disk and on a server."""
@@ -323,21 +321,21 @@ async def test_damaged_packs(
                 await IndexedDataset.discover(of, pack=address)
 
 
-async def test_packs_of_other_samples(tmp_path: Path) -> None:
+async def test_packs_of_other_samples_are_refused(tmp_path: Path) -> None:
     put(tmp_path, {"0.txt": TEN, "1.txt": TEN})
     stream, pack = TextDataset(f"{tmp_path}/?.txt"), tmp_path / "x.aioidx"
     await (await IndexedDataset.discover(stream, scan=True)).save(pack)
     put(tmp_path, {"2.txt": TEN})
     coded = TextDataset(f"{tmp_path}/?.txt", encoding="latin-1")
     missing = "index of 2 shards, and 1 of 3 are not among them, such as .*2.txt"
-    for other, place, words in (
+    for refused, place, words in (
         (JSONLinesDataset(f"{tmp_path}/?.txt"), pack, f"samples as .* read as{AGAIN}"),
         (coded, pack, f"samples as .* read as .*iso8859-1{AGAIN} --pack`"),
         (stream, pack, f"{missing}{AGAIN} --pack`"),
         (stream, tmp_path / "none", "no such file: .*none"),
     ):
         with pytest.raises(DatasetError, match=words):
-            await IndexedDataset.discover(other, pack=place)
+            await IndexedDataset.discover(refused, pack=place)
     with pytest.raises(ValueError, match=r"0\.txt' is something else than an index"):
         await IndexedDataset.discover(stream, pack=tmp_path / "0.txt")
     with pytest.raises(ValueError, match="pack and scan exclude each other"):
@@ -356,7 +354,7 @@ NOW = {
 
 
 def replace(place: Any, name: str, data: bytes) -> None:
-    """Write a shard again, in place, and later."""
+    """Overwrite a shard, with a later time."""
     put(place, {name: data})
     if isinstance(place, Path):  # their times are coarse
         os.utime(place / name, (2e9, 2e9))
@@ -368,10 +366,10 @@ CHANGES = {*itertools.product(KNOWN, NOW)} - {("index", "same size")}  # none is
 
 @pytest.mark.parametrize(("known", "now"), sorted(CHANGES))
 @pytest.mark.parametrize("kind", ["local", "memory"])
-async def test_a_shard_that_has_changed(
+async def test_changed_shards_are_refused_and_others_are_read(
     kind: str, known: str, now: str, tmp_path: Path
 ) -> None:
-    """Since it was indexed, or read: other shards can be read."""
+    """Whether they changed since they were indexed or since they were read."""
     place: Any = tmp_path if kind == "local" else MemoryStore()
     put(place, {"0.txt": TEN, "1.txt": TEN})
     stream, pack, is_read = TextDataset("?.txt", store=place), None, "read" in known
@@ -397,8 +395,7 @@ async def test_a_shard_that_has_changed(
                 await dataset.save(tmp_path / "y.aioidx")
 
 
-async def test_a_file_that_takes_the_name_of_a_shard(tmp_path: Path) -> None:
-    """The one that was opened is read on."""
+async def test_an_open_shard_stays_readable_when_replaced(tmp_path: Path) -> None:
     put(tmp_path, {"0.txt": TEN, "new": b""})
     stream = TextDataset(f"{tmp_path}/0.txt")
     async with await IndexedDataset.discover(stream, scan=True) as dataset:
@@ -407,7 +404,7 @@ async def test_a_file_that_takes_the_name_of_a_shard(tmp_path: Path) -> None:
         assert await dataset[9] == "line 9"
 
 
-# What would end a process, or fail for want of descriptors.
+# Scripts that would crash the process, or run out of descriptors.
 SCRIPTS = {
     "a shard that is cut in place": """
     open(path, "w").write("line\\n" * 9999)
@@ -427,10 +424,10 @@ SCRIPTS = {
 """,
     "more shards than descriptors": """
     resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))
-    for at in range(1100): open(f"{path}{at}", "w").write("line")
+    for i in range(1100): open(f"{path}{i}", "w").write("line")
     stream = TextDataset(f"{path}*")
     async with await IndexedDataset.discover(stream, scan=True) as lines:
-        for at in range(1100): assert await lines[at] == "line"
+        for i in range(1100): assert await lines[i] == "line"
         assert await lines.__getitems__(range(1100)) == ["line"] * 1100
 """,
 }
@@ -444,7 +441,7 @@ async def main(path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_in_a_process(name: str, tmp_path: Path) -> None:
+def test_truncation_and_many_shards_do_not_crash(name: str, tmp_path: Path) -> None:
     script = f"{BEGIN}{SCRIPTS[name]}\nasyncio.run(main(sys.argv[1]))"
     ended = python("-c", script, tmp_path / "0.txt")
     assert ended.returncode == 0, ended.stderr
@@ -458,8 +455,8 @@ def indexed(stream: Any, pack: str | None = None) -> list[Any]:
     return asyncio.run(every(IndexedDataset(stream, pack=pack)))
 
 
-def test_it_writes_an_index_next_to_each_shard(tmp_path: Path, capsys: Any) -> None:
-    """Once: again, only that of a shard that has changed."""
+def test_the_command_writes_an_index_per_shard(tmp_path: Path, capsys: Any) -> None:
+    """Run again, it rewrites only the index of a changed shard."""
     names, pattern = ["0.txt", "1.txt"], f"{tmp_path}/*.txt"
     put(tmp_path, dict.fromkeys(names, TEN))
     for name in names:
@@ -480,8 +477,7 @@ def test_it_writes_an_index_next_to_each_shard(tmp_path: Path, capsys: Any) -> N
     assert indexed(TextDataset(pattern))[-2:] == ["line 9", "new"]
 
 
-def test_it_reads_no_shard_again(tmp_path: Path, capsys: Any) -> None:
-    """But one that has changed."""
+def test_the_command_reads_only_changed_shards(tmp_path: Path, capsys: Any) -> None:
     pack, names = str(tmp_path / "x.aioidx"), ["0.txt", "1.txt"]
     with ObjectServer(dict.fromkeys(names, 99 * TEN)) as server:
         pattern = f"{server.url}/{{0..1}}.txt"
@@ -498,7 +494,7 @@ def test_it_reads_no_shard_again(tmp_path: Path, capsys: Any) -> None:
         assert indexed(TextDataset(pattern), pack) == 197 * TEN.decode().splitlines()
 
 
-def test_it_writes_to_a_store(s3: str, capsys: Any) -> None:
+def test_the_command_writes_to_a_store(s3: str, capsys: Any) -> None:
     url, expected = "s3://bucket/indexed", 2 * TEN.decode().splitlines()
     http: Any = {"allow_http": True}
     store = S3Store("bucket", prefix="indexed", client_options=http)
@@ -513,11 +509,11 @@ def test_it_writes_to_a_store(s3: str, capsys: Any) -> None:
     assert main([*command, "--pack", pack]) == main(command) == 0
     assert capsys.readouterr().out.splitlines() == [
         *(f"{pack!r}: {count} samples in 2 shards" for count in (20, 21)),
-        *(f"{url}/{at}.txt.idx: {10 + at} samples" for at in range(2)),
+        *(f"{url}/{i}.txt.idx: {10 + i} samples" for i in range(2)),
     ]
     for index in (pack, None):
         assert indexed(TextDataset(pattern), index) == [*expected, "new"]
-    obstore.delete(store, [one["path"] for one in obstore.list(store).collect()])
+    obstore.delete(store, [entry["path"] for entry in obstore.list(store).collect()])
 
 
 @pytest.mark.parametrize(
@@ -532,7 +528,7 @@ def test_it_writes_to_a_store(s3: str, capsys: Any) -> None:
         ("0.txt.gz --pack x.aioidx", 1, r"0\.txt\.gz' is compressed"),
     ],
 )
-def test_what_it_refuses(
+def test_the_command_refuses_wrong_arguments(
     arguments: str, status: int, words: str, request: Any, tmp_path: Path, capsys: Any
 ) -> None:
     request.getfixturevalue("monkeypatch").chdir(tmp_path)

@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aioloader import DataLoader, datasets
-from aioloader._order.shuffled_blocks import ShuffledBlocks
 from aioloader.datasets import IndexedDataset, JSONLinesDataset, Piece, Requests
 from aioloader.errors import ObjectPermissionError, StateMismatchError
 from beside import beside
@@ -29,11 +28,11 @@ def shards_of(count: int = N, shards: int = 4) -> dict[str, bytes]:
     """Return shards with a number in each line."""
     lines, most = [b"%d\n" % number for number in range(count)], count // shards
     parts = [lines[shard * most : (shard + 1) * most] for shard in range(shards)]
-    return {f"{at}.jsonl": b"".join(part) for at, part in enumerate(parts)}
+    return {f"{i}.jsonl": b"".join(part) for i, part in enumerate(parts)}
 
 
 class Shelf(datasets.Source):
-    """Objects whose requests are counted, may have to wait, and fail at random."""
+    """Objects whose requests are counted, and may wait or fail at random."""
 
     label = "shelf://here"
 
@@ -45,7 +44,7 @@ class Shelf(datasets.Source):
         self.gate: Any = None  # that they wait for
 
     def close(self) -> None:
-        """Let requests wait, from now on."""
+        """Make requests wait from now on."""
         self.entered, self.gate = asyncio.Event(), asyncio.Event()
 
     async def get(self, key: str, start: int, stop: int) -> Piece:
@@ -69,7 +68,7 @@ class Shelf(datasets.Source):
 
 
 async def indexed(shelf: Shelf) -> Any:
-    """Return the numbers of a shelf by their index; no request is counted so far."""
+    """Return the indexed numbers of a shelf, whose requests are counted from now on."""
     options: Any = {"store": shelf, "requests": Requests(base_delay=0)}
     stream = JSONLinesDataset(sorted(shelf.objects), **options)
     dataset = await IndexedDataset.discover(stream, scan=True)
@@ -78,7 +77,7 @@ async def indexed(shelf: Shelf) -> Any:
 
 
 def local(folder: Path, prefix: str = "", time: float = 7.0, **given: int) -> Any:
-    """Return numbers in files of a time by their index."""
+    """Return indexed numbers in files that have the same time."""
     folder.mkdir(exist_ok=True)
     for name, data in shards_of(**given).items():
         path = folder / f"{prefix}{name}"
@@ -107,16 +106,19 @@ def flat(batches: Any) -> list[int]:
 
 
 @pytest.mark.law
+@pytest.mark.one_loop
 @given(
     shape=st.tuples(st.integers(0, 300), st.integers(1, 20), st.integers(0, 400)),
     seed=st.integers(-(2**70), 2**70),
     lanes=st.integers(1, 70),
 )
-def test_each_index_comes_once(
+async def test_shuffled_blocks_have_each_index_once(
     shape: tuple[int, int, int], seed: int, lanes: int
 ) -> None:
-    """A position looked up alone is what iteration gives there, in each epoch."""
-    order, n = ShuffledBlocks(*shape, seed, lanes), shape[0]
+    """A position that is looked up alone is that of iteration, in each epoch."""
+    n, block, window = shape
+    dataset = await indexed(Shelf(shards_of(n, 1)))
+    order = dataset.shuffled(block=block, window=window, seed=seed, lanes=lanes)
     for epoch in (0, 1):
         order.set_epoch(epoch)
         listed = [*order]
@@ -126,18 +128,20 @@ def test_each_index_comes_once(
 
 
 @pytest.mark.law
+@pytest.mark.one_loop
 @given(*map(st.integers, [1, 1, 0, 1], [9, 9, 200, 4]), st.integers(1, 6))
-def test_blocks_stay_on_one_rank(
+async def test_blocks_stay_on_one_rank(
     blocks: int, block: int, window: int, lanes: int, ranks: int
 ) -> None:
     lanes *= ranks
-    order = [*ShuffledBlocks(blocks * block * lanes, block, window, 5, lanes)]
+    dataset = await indexed(Shelf(shards_of(blocks * block * lanes, 1)))
+    order = [*dataset.shuffled(block=block, window=window, seed=5, lanes=lanes)]
     owned = [{index // block for index in order[rank::ranks]} for rank in range(ranks)]
     assert sum(map(len, owned)) == blocks * lanes
 
 
 @pytest.mark.parametrize("wrong", [{"block": 0}, {"lanes": 0}, {"window": -1}])
-def test_orders_that_are_refused(wrong: dict[str, int], tmp_path: Path) -> None:
+def test_wrong_orders_are_refused(wrong: dict[str, int], tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="at least 1, and window at least 0, got"):
         local(tmp_path).shuffled(**wrong)
 
@@ -148,8 +152,8 @@ def test_orders_that_are_refused(wrong: dict[str, int], tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:This DataLoader will create 4 worker")
 @pytest.mark.parametrize("kind", ["local", "stored"])
-async def test_ranks_and_workers(kind: str, tmp_path: Path) -> None:
-    """Each sample comes once per epoch, in an order of its own."""
+async def test_ranks_with_workers_share_each_epoch(kind: str, tmp_path: Path) -> None:
+    """Each sample comes once; each epoch has another order."""
     if kind == "local":
         dataset = await beside(lambda: local(tmp_path))
     else:
@@ -157,30 +161,30 @@ async def test_ranks_and_workers(kind: str, tmp_path: Path) -> None:
     loaders = [loader_of(dataset, 2, rank, num_workers=4) for rank in range(2)]
     epochs = []
     for _ in range(2):
-        parts = [await beside(partial(batches_of, one)) for one in loaders]
+        parts = [await beside(partial(batches_of, loader)) for loader in loaders]
         epochs.append(flat(flat(parts)))
         assert sorted(epochs[-1]) == [*range(N)]
     assert epochs[0] != epochs[1]
 
 
-def test_it_resumes_after_any_batch(tmp_path: Path) -> None:
+def test_a_loader_resumes_after_any_batch(tmp_path: Path) -> None:
     dataset = local(tmp_path)
     assert_resumes_exactly(lambda: loader_of(dataset))
 
 
-async def test_it_resumes_where_requests_are_merged() -> None:
+async def test_a_loader_resumes_with_merged_requests() -> None:
     dataset = await indexed(Shelf(shards_of()))
     await assert_resumes_exactly_async(lambda: loader_of(dataset), stops=[0, 1, 7, 12])
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
-def test_it_resumes_on_other_ranks(ranks: int, tmp_path: Path) -> None:
-    """Whatever rank's state it is, the batches of all ranks are the same sets."""
+def test_a_state_resumes_on_other_ranks(ranks: int, tmp_path: Path) -> None:
+    """From any rank's state, the batches of all ranks are the same sets."""
     dataset = local(tmp_path)
 
     def rest(state: Any) -> list[list[int]]:
         every = (loader_of(dataset, ranks, rank) for rank in range(ranks))
-        parts = [batches_of(loaded(one, state)) for one in every]
+        parts = [batches_of(loaded(loader, state)) for loader in every]
         return [sorted(flat(batches)) for batches in zip(*parts, strict=True)]
 
     whole = rest(left_at(loader_of(dataset, 2), 0))
@@ -189,7 +193,7 @@ def test_it_resumes_on_other_ranks(ranks: int, tmp_path: Path) -> None:
         assert rest(left_at(loader_of(dataset, 2, k % 2), k)) == whole[k:]
 
 
-# Other shards, another order, and what is said.
+# Changed shards, a changed order, and the words of the error.
 OTHERS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"block": 8}, "block=4 of the sampler, but .* has block=8 of"),
     ({}, {"window": 8}, "window=32 of the sampler, but .* has window=8 of"),
@@ -203,18 +207,18 @@ OTHERS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("shards", "order", "words"), OTHERS)
-def test_states_of_other_orders_or_shards(
+def test_states_of_other_orders_or_shards_are_refused(
     shards: dict[str, Any], order: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
-    """Are refused in words; of copies with other times one may be loaded."""
+    """With strict=False, a state of copies with other times is loaded."""
     dataset = local(tmp_path / "a")
     state = left_at(loader_of(dataset), 3)
-    other = loader_of(local(tmp_path / "b", **shards), **order)
+    changed = loader_of(local(tmp_path / "b", **shards), **order)
     with pytest.raises(StateMismatchError, match=words):
-        other.load_state_dict(state)
+        changed.load_state_dict(state)
     if "time" in shards:
-        other.load_state_dict(state, strict=False)
-        assert batches_of(other) == batches_of(loaded(loader_of(dataset), state))
+        changed.load_state_dict(state, strict=False)
+        assert batches_of(changed) == batches_of(loaded(loader_of(dataset), state))
 
 
 @pytest.mark.parametrize("order", ["plain", "shuffled"])
@@ -222,13 +226,13 @@ async def test_failed_requests_lose_nothing(order: str) -> None:
     dataset = await indexed(shelf := Shelf(shards_of(), failing=0.3))
     loader = loader_of(dataset) if order == "shuffled" else DataLoader(dataset, 8)
     for _ in range(3):
-        assert sorted(flat([one.tolist() async for one in loader])) == [*range(N)]
+        assert sorted(flat([batch.tolist() async for batch in loader])) == [*range(N)]
     assert shelf.under_way == 0
 
 
 @pytest.mark.parametrize("kind", ["local", "stored"])
 async def test_a_damaged_sample_fails_alone(kind: str, tmp_path: Path) -> None:
-    """Though a batch of local ones is read at once."""
+    """Although a batch of local samples is read at once."""
     shards = {"0.jsonl": b"0\n1\nnope{\n3\n"}
     (tmp_path / "0.jsonl").write_bytes(shards["0.jsonl"])
     stream = JSONLinesDataset(f"{tmp_path}/0.jsonl")
@@ -249,20 +253,20 @@ FAR = {"0.jsonl": f'0\n1\n"{LARGE}"\n3\n4\n'.encode(), "1.jsonl": b"5\n6\n"}
     ("indices", "requests"),
     [([1], 1), ([1, 0, 1], 1), ([4, 2, 0], 1), ([0, 1, 3, 4], 2), ([4, 5], 2)],
 )
-async def test_samples_of_one_turn_are_merged(
+async def test_reads_of_one_loop_turn_share_requests(
     indices: list[int], requests: int
 ) -> None:
-    """Not over more than 64 KiB, nor over shards."""
+    """Gaps up to 64 KiB are merged, but not different shards."""
     dataset = await indexed(shelf := Shelf(FAR))
     async with dataset:
-        found = await asyncio.gather(*(dataset[index] for index in indices))
+        samples = await asyncio.gather(*(dataset[index] for index in indices))
     expected = [0, 1, LARGE, 3, 4, 5, 6]
-    assert found == [expected[index] for index in indices]
+    assert samples == [expected[index] for index in indices]
     assert shelf.gets == requests
 
 
 async def test_a_block_is_one_request() -> None:
-    """Of a loader's, several that are near may be one."""
+    """A loader may merge several blocks that are close."""
     dataset = await indexed(shelf := Shelf(shards_of()))
     order = dataset.shuffled(block=6, window=48, lanes=4)
     async with dataset:
@@ -275,20 +279,20 @@ async def test_a_block_is_one_request() -> None:
 
 async def wait_for_others() -> None:
     """Wait for all other tasks to end, as those of cancelled requests do at once."""
-    if others := asyncio.all_tasks() - {asyncio.current_task()}:
-        _, pending = await asyncio.wait(others, timeout=20)
+    if tasks := asyncio.all_tasks() - {asyncio.current_task()}:
+        _, pending = await asyncio.wait(tasks, timeout=20)
         assert not pending
 
 
 @pytest.mark.parametrize("order", ["plain", "shuffled"])
 async def test_cancelled_reads_leave_no_request(order: str) -> None:
-    """Wherever they are, after any number of turns of the loop."""
+    """After any number of turns of the loop."""
     dataset = await indexed(shelf := Shelf(shards_of()))
     indices: Any = dataset.shuffled(**ORDER) if order == "shuffled" else range(N)
     async with dataset:
         for turns in range(10):
             shelf.close()
-            reads = [asyncio.create_task(dataset[indices[at]]) for at in range(50)]
+            reads = [asyncio.create_task(dataset[indices[i]]) for i in range(50)]
             for _ in range(turns):
                 await asyncio.sleep(0)
             for read in reads:
@@ -297,8 +301,8 @@ async def test_cancelled_reads_leave_no_request(order: str) -> None:
             await wait_for_others()
             assert shelf.under_way == 0
         shelf.gate = None
-        found = await asyncio.gather(*(dataset[index] for index in indices))
-        assert sorted(found) == [*range(N)]
+        samples = await asyncio.gather(*(dataset[index] for index in indices))
+        assert sorted(samples) == [*range(N)]
 
 
 @pytest.mark.parametrize("cancelled", [1, 2, 3])
@@ -322,8 +326,8 @@ async def test_a_merged_request_ends_with_its_last_reader(cancelled: int) -> Non
 class OddError(ValueError):
     """Cannot be made from its args alone."""
 
-    def __init__(self, one: int, two: int) -> None:
-        super().__init__(f"{one} and {two}")
+    def __init__(self, first: int, second: int) -> None:
+        super().__init__(f"{first} and {second}")
 
 
 @pytest.mark.parametrize(
@@ -333,7 +337,7 @@ class OddError(ValueError):
 async def test_a_failed_request_fails_only_its_own_samples(
     failure: Exception, kind: type[Exception]
 ) -> None:
-    """Each with an error of its own; a second try reads them."""
+    """Each with a separate error; a second try reads them."""
     dataset, indices = await indexed(shelf := Shelf(shards_of())), [0, 1, 2, N - 1]
     async with dataset:
         shelf.failures["0.jsonl"] = failure
@@ -341,9 +345,9 @@ async def test_a_failed_request_fails_only_its_own_samples(
         reads = [asyncio.create_task(dataset[index]) for index in indices]
         await shelf.entered.wait()
         shelf.gate.set()
-        *found, last = await asyncio.gather(*reads, return_exceptions=True)
-        assert [*map(type, found), last] == [kind] * 3 + [N - 1]
+        *errors, last = await asyncio.gather(*reads, return_exceptions=True)
+        assert [*map(type, errors), last] == [kind] * 3 + [N - 1]
         if kind is ObjectPermissionError:
-            assert len({*map(id, found)}) == 3
-            assert {error.__cause__ for error in found} == {failure}
+            assert len({*map(id, errors)}) == 3
+            assert {error.__cause__ for error in errors} == {failure}
         assert [await dataset[index] for index in indices] == indices

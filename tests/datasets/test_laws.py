@@ -53,10 +53,10 @@ async def read_all(dataset: AnyDataset) -> list[bytes]:
     return [bytes(body_of(sample)) for sample in await asyncio.gather(*reads)]
 
 
-async def test_it_is_like_a_list(
+async def test_a_dataset_is_indexed_like_a_list(
     dataset: AnyDataset, contents: dict[str, bytes], bodies: list[bytes]
 ) -> None:
-    """But no iterable: that would never end, for the IndexError comes when awaited."""
+    """It is not iterable: IndexError comes when awaited, so a loop would never end."""
     assert len(dataset) == len(contents)
     assert names(dataset) == sorted(contents)
     assert body_of(await dataset[-1]) == bodies[-1]
@@ -70,7 +70,7 @@ async def test_it_is_like_a_list(
 
 
 @pytest.mark.slow
-async def test_wrappers_pass_the_awaitable_on(
+async def test_torch_wrappers_return_the_awaitable(
     dataset: AnyDataset, bodies: list[bytes]
 ) -> None:
     assert body_of(await Subset(dataset, [3, 1])[1]) == bodies[1]
@@ -94,25 +94,25 @@ async def test_pickles_while_in_use(dataset: AnyDataset, bodies: list[bytes]) ->
 
 
 @pytest.mark.slow
-async def test_cancelled_reads_leave_nothing(
+async def test_cancelled_reads_leave_no_task(
     dataset: AnyDataset, bodies: list[bytes], noise: list[Any]
 ) -> None:
     async with dataset:
         for turns in range(4):
             tasks = [asyncio.create_task(read_all(dataset)) for _ in range(4)]
-            other = asyncio.create_task(read_all(dataset))
+            kept = asyncio.create_task(read_all(dataset))
             for _ in range(turns):
                 await asyncio.sleep(0)
             for task in tasks:
                 task.cancel()
             ends = await asyncio.gather(*tasks, return_exceptions=True)
             assert all(isinstance(end, asyncio.CancelledError) for end in ends)
-            assert await other == bodies
+            assert await kept == bodies
     assert len(asyncio.all_tasks()) == 1
 
 
 @pytest.mark.slow
-async def test_enters_nest_and_it_reads_after_the_last_exit(
+async def test_contexts_nest_and_reads_work_after_exit(
     dataset: AnyDataset, bodies: list[bytes]
 ) -> None:
     async with dataset:
@@ -128,11 +128,11 @@ async def test_enters_nest_and_it_reads_after_the_last_exit(
 async def test_several_loops_read_at_once(
     dataset: AnyDataset, bodies: list[bytes]
 ) -> None:
-    found: list[list[bytes]] = []
+    results: list[list[bytes]] = []
 
     async def enter_and_read() -> None:
         async with dataset:
-            found.extend([await read_all(dataset) for _ in range(5)])
+            results.extend([await read_all(dataset) for _ in range(5)])
 
     def run() -> None:
         asyncio.run(enter_and_read())
@@ -143,10 +143,10 @@ async def test_several_loops_read_at_once(
     await enter_and_read()
     for thread in threads:
         await asyncio.to_thread(thread.join)
-    assert found == [bodies] * 15
+    assert results == [bodies] * 15
 
 
-async def test_a_server_that_went_away_does_not_hang_the_exit(
+async def test_closing_does_not_wait_for_a_hanging_server(
     loopback: Any, noise: list[Any]
 ) -> None:
     hanging = ObjectDataset(loopback.at("hang"), ["cats/z.bin"])
@@ -171,32 +171,32 @@ def thread_names() -> set[str]:
     return {name for name in every if name.startswith("aioloader-files")}
 
 
-def test_patterns_are_sorted_go_down_and_skip_directories(folder: Path) -> None:
+def test_patterns_match_sorted_files_as_glob_does(folder: Path) -> None:
     (folder / "cats" / "zz.bin").mkdir()
     assert list(FileDataset(folder / "cats" / "z*").paths) == [f"{folder}/cats/z.bin"]
     for pattern in ("cats/*", "**/*.bin", "**", "**/**"):
-        found = glob.glob(pattern, root_dir=folder, recursive=True)  # noqa: PTH207
-        expected = sorted({path for path in found if (folder / path).is_file()})
+        matches = glob.glob(pattern, root_dir=folder, recursive=True)  # noqa: PTH207
+        expected = sorted({path for path in matches if (folder / path).is_file()})
         assert list(FileDataset(pattern, root=folder).paths) == expected
 
 
 @pytest.mark.parametrize("pattern", ["**/*.bin", f"*/{'x' * 300}"])
-def test_what_cannot_be_listed_is_not_left_out(folder: Path, pattern: str) -> None:
+def test_unlistable_directories_are_an_error(folder: Path, pattern: str) -> None:
     (folder / ("y" * 250)).symlink_to(".")  # the path gets longer until it is too long
     with pytest.raises(DatasetError, match=r"cannot read .*: File name too long"):
         FileDataset(pattern, root=folder)
 
 
 @pytest.mark.parametrize("pattern", ["*.png", "cats", "nothing[/"])
-def test_empty_pattern_is_a_value_error(folder: Path, pattern: str) -> None:
+def test_a_pattern_without_files_is_refused(folder: Path, pattern: str) -> None:
     with pytest.raises(ValueError, match="no file matches") as caught:
         FileDataset(pattern, root=folder)
     assert repr(pattern) in str(caught.value)
     assert repr(str(folder)) in str(caught.value)
 
 
-def test_shows_its_names(folder: Path, tmp_path: Path) -> None:
-    """A list of paths stays as it is."""
+def test_repr_shows_the_first_names(folder: Path, tmp_path: Path) -> None:
+    """A given list keeps its order and its duplicates."""
     odd = os.fsdecode(b"not-utf8-\xff[1].png")
     given: list[Path | str] = [tmp_path / "b", tmp_path / "a", tmp_path / "b", odd]
     assert FileDataset(given).paths == [os.fspath(path) for path in given]
@@ -217,7 +217,7 @@ def test_shows_its_names(folder: Path, tmp_path: Path) -> None:
         ("a\0b", DatasetError, Exception, "null (byte|char)"),
     ],
 )
-async def test_failures(
+async def test_unreadable_paths_raise_dataset_errors(
     path: str, kind: Any, builtin: Any, words: str, tmp_path: Path, forbidden: Path
 ) -> None:
     path = path.format(tmp_path, forbidden)
@@ -230,7 +230,7 @@ async def test_failures(
     assert caught.value.location == path
 
 
-async def test_files_of_another_length_than_their_size() -> None:
+async def test_a_file_shorter_than_its_size_is_truncated() -> None:
     assert b"Pid:" in await FileDataset([pseudo("/proc/self/status")])[0]
     with pytest.raises(TruncatedReadError) as caught:
         await FileDataset([pseudo("/sys/kernel/mm/transparent_hugepage/enabled")])[0]
@@ -239,7 +239,7 @@ async def test_files_of_another_length_than_their_size() -> None:
 
 
 @pytest.mark.parametrize("kind", [TextDataset, ParquetDataset, TokenDataset])
-async def test_only_files_have_a_size(kind: Any, tmp_path: Path) -> None:
+async def test_pipes_and_pseudo_files_are_no_shards(kind: Any, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
     arguments = (1, "uint8") if kind is TokenDataset else ()
     for path in (f"{tmp_path}/fifo", pseudo("/proc/self/status")):
@@ -249,7 +249,7 @@ async def test_only_files_have_a_size(kind: Any, tmp_path: Path) -> None:
 
 
 async def test_one_failure_fails_one_read(folder: Path) -> None:
-    """Reads of the same chunk do not share their errors."""
+    """Reads of one chunk do not share their errors."""
     dataset = FileDataset(["cats/z.bin", "gone", "dogs/z.bin"], root=folder)
     ends = await asyncio.gather(*(dataset[i] for i in range(3)), return_exceptions=True)
     assert ends[0] == b"cats-z" * 5
@@ -257,7 +257,7 @@ async def test_one_failure_fails_one_read(folder: Path) -> None:
     assert ends[2] == b"dogs-z" * 5
 
 
-async def test_owns_its_threads_while_entered(folder: Path) -> None:
+async def test_threads_live_while_a_dataset_is_entered(folder: Path) -> None:
     dataset = await FileDataset.discover("**/*.bin", root=folder, num_threads=2)
     async with dataset:
         async with dataset:
@@ -274,17 +274,17 @@ async def test_owns_its_threads_while_entered(folder: Path) -> None:
     assert await asyncio.gather(*reads) == [b"dogs-\xc3\xbcnicode" * 4] * 50
 
 
-async def test_a_loop_that_is_closing_says_so(folder: Path) -> None:
-    """A read that no executor takes any more fails; it does not hang."""
+async def test_a_read_on_a_closing_loop_fails(folder: Path) -> None:
+    """It does not hang, although no executor accepts it."""
     await asyncio.get_running_loop().shutdown_default_executor()
     with pytest.raises(DatasetError, match="shutdown"):
         await FileDataset([folder / "cats" / "z.bin"])[0]
 
 
-# -- the page cache, which is played: the kernel decides it otherwise -----------------
+# -- the page cache, which is simulated ------------------------------------------------
 
 SMALL, LARGE = "x" * 200, "y" * 700_000
-LINES = [json.dumps([at, LARGE if at in {3000, 3001} else SMALL]) for at in range(6000)]
+LINES = [json.dumps([n, LARGE if n in {3000, 3001} else SMALL]) for n in range(6000)]
 PLANS: dict[str, list[float]] = {
     "all": [1],
     "half of each": [0.5],
@@ -329,7 +329,7 @@ def path(tmp_path: Path) -> Path:
 @pytest.mark.slow
 @pytest.mark.one_loop
 @pytest.mark.parametrize("plan", [*PLANS, "a system that cannot tell"])
-async def test_samples_and_states_do_not_depend_on_the_cache(
+async def test_samples_and_states_ignore_the_page_cache(
     plan: str, path: Path, play: Play, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if plan in PLANS:
@@ -338,13 +338,13 @@ async def test_samples_and_states_do_not_depend_on_the_cache(
         monkeypatch.delattr(os, "RWF_NOWAIT", raising=False)
     kinds: Any = {JSONLinesDataset: [*map(json.loads, LINES)], TextDataset: LINES}
     for kind, known in kinds.items():
-        found: list[Any] = []
+        samples: list[Any] = []
         states: list[tuple[int, Any]] = []
         async with aiter(kind(path)) as blocks:
             while block := await blocks.pull(700):
-                found += block
-                states.append((len(found), blocks.state_dict()))
-        assert found == known
+                samples += block
+                states.append((len(samples), blocks.state_dict()))
+        assert samples == known
         for count, state in states[::3]:
             stream = kind(path)
             stream.load_state_dict(state)
@@ -368,17 +368,17 @@ async def test_only_large_samples_need_a_thread(
     assert max(given) <= 1 << 17
 
 
-async def test_the_other_tasks_get_their_turns(path: Path, play: Play) -> None:
+async def test_reading_lets_other_tasks_run(path: Path, play: Play) -> None:
     play([1])
     turns = 0
 
-    async def other() -> None:
+    async def count_turns() -> None:
         nonlocal turns
         while True:
             turns += 1
             await asyncio.sleep(0)
 
-    task = asyncio.create_task(other())
+    task = asyncio.create_task(count_turns())
     async with aiter(JSONLinesDataset(path)) as blocks:
         while await blocks.pull(256):
             assert turns

@@ -1,4 +1,4 @@
-"""Lines and packed shards: damage is told with its place, and nothing else is lost.
+"""Lines and packed shards: errors name the place of damage; nothing else is lost.
 
 JSON lines give the same samples with and without orjson: those of ``json``.
 """
@@ -28,7 +28,6 @@ from hypothesis import strategies as st
 from obstore.store import LocalStore
 from PIL import Image
 
-from aioloader._base.blocks import FailedSample
 from aioloader.datasets import JSONLinesDataset, MDSDataset, TarDataset, TextDataset
 from aioloader.datasets.lines import JSONDecoder, samples
 from aioloader.datasets.mds import decoder_of
@@ -50,33 +49,31 @@ async def outcomes(stream: Any) -> list[Any]:
     return (await read(stream, errors=DatasetError))[0]
 
 
-async def test_bad_lines(tmp_path: Path) -> None:
+async def test_a_damaged_line_fails_alone(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"a": 1}\r\n\n  \n{"a": \n"\xff"\n[2]')
-    found = await outcomes(JSONLinesDataset(str(path)))
-    assert (found[0], found[-1]) == ({"a": 1}, [2])
-    assert [type(one) for one in found[1:-1]] == [DatasetError, DatasetError]
-    assert str(path) in str(found[1])
-    assert "the line at byte 14 is damaged" in str(found[1])
-    assert "byte 21" in str(found[2])
+    lines = await outcomes(JSONLinesDataset(str(path)))
+    assert (lines[0], lines[-1]) == ({"a": 1}, [2])
+    assert [type(line) for line in lines[1:-1]] == [DatasetError, DatasetError]
+    assert str(path) in str(lines[1])
+    assert "the line at byte 14 is damaged" in str(lines[1])
+    assert "byte 21" in str(lines[2])
 
 
-async def test_text_of_another_encoding(tmp_path: Path) -> None:
+async def test_text_is_decoded_with_its_encoding(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_bytes("grün\nrot".encode("latin-1"))
-    assert (await read(TextDataset(str(path), encoding="latin-1")))[0] == [
-        "grün",
-        "rot",
-    ]
-    found = await outcomes(TextDataset(str(path)))
-    assert "'utf-8' codec can't decode" in str(found[0])
-    assert found[1] == "rot"
+    latin = TextDataset(str(path), encoding="latin-1")
+    assert (await read(latin))[0] == ["grün", "rot"]
+    lines = await outcomes(TextDataset(str(path)))
+    assert "'utf-8' codec can't decode" in str(lines[0])
+    assert lines[1] == "rot"
     with pytest.raises(LookupError):
         TextDataset(str(path), encoding="klingon")
 
 
 def damaged_tar(path: Path) -> None:
-    """Write a shard that is damaged behind 1,100 samples and one that it costs."""
+    """Write a shard that is damaged after 1,101 samples, the last of which is lost."""
     damaged = bytearray(archive(Member(f"{place}.txt") for place in range(1200)))
     damaged[1101 * 512] = 0xFF
     path.write_bytes(gzip.compress(damaged) if path.suffix == ".gz" else damaged)
@@ -95,8 +92,10 @@ def damaged_lines(path: Path) -> None:
         (JSONLinesDataset, "a.jsonl", damaged_lines),
     ],
 )
-async def test_damage_is_told(kind: Any, name: str, write: Any, tmp_path: Path) -> None:
-    """From a state behind it there is nothing; one before it leads to it again."""
+async def test_damage_is_reported_on_resume_too(
+    kind: Any, name: str, write: Any, tmp_path: Path
+) -> None:
+    """A state before the damage leads to it again; one after it has nothing left."""
     write(tmp_path / name)
 
     def stream() -> Any:
@@ -114,9 +113,9 @@ async def test_damage_is_told(kind: Any, name: str, write: Any, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("length", [3, 900])
-async def test_a_state_at_any_line(length: int, tmp_path: Path) -> None:
-    """Of short lines, cut from one piece in several blocks, or long ones of several."""
-    lines = [f"{at:0{length}}" for at in range(2500)]
+async def test_lines_resume_after_any_line(length: int, tmp_path: Path) -> None:
+    """Short lines share a piece, long ones span several."""
+    lines = [f"{n:0{length}}" for n in range(2500)]
     (tmp_path / "a.txt").write_text("\n".join(lines))
     stream = TextDataset(f"{tmp_path}/a.txt", max_bytes=1 << 18)
     stops = (0, 1, 144, 145, 146, 1023, 1024, 1025, 2300, 2499, 2500)
@@ -125,37 +124,37 @@ async def test_a_state_at_any_line(length: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ending", PACKERS)
 @pytest.mark.slow
-async def test_a_bomb_is_unpacked_by_the_piece(ending: str, tmp_path: Path) -> None:
+async def test_a_zip_bomb_takes_little_memory(ending: str, tmp_path: Path) -> None:
     path = tmp_path / f"a.txt.{ending}"
     pack = PACKERS[ending]
     path.write_bytes(pack(bytes(300 << 20) + b"\nlast"))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    found = await outcomes(TextDataset(str(path), max_sample_bytes=1 << 20))
+    lines = await outcomes(TextDataset(str(path), max_sample_bytes=1 << 20))
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-    assert found[1] == "last"
+    assert lines[1] == "last"
     assert grown < 150_000  # KB
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ending", PACKERS)
-async def test_packed_shards_that_are_damaged(ending: str, tmp_path: Path) -> None:
-    """The checksum tells, at the latest at the end; the next shard comes."""
+async def test_damaged_packed_shards_are_an_error(ending: str, tmp_path: Path) -> None:
+    """The checksum shows it, at the end at the latest; the next shard is read."""
     data = bytearray(PACKERS[ending](os.urandom(3000).hex().encode()))
     for place in range(30, len(data) - 8, 211):
         damaged = bytearray(data)
         damaged[place] ^= 0x55
         (tmp_path / f"a.txt.{ending}").write_bytes(damaged)
         (tmp_path / f"b.txt.{ending}").write_bytes(PACKERS[ending](b"fine"))
-        found = await outcomes(TextDataset(f"{tmp_path}/{{a,b}}.txt.{ending}"))
-        assert found[-1] == "fine"
+        lines = await outcomes(TextDataset(f"{tmp_path}/{{a,b}}.txt.{ending}"))
+        assert lines[-1] == "fine"
         if ending != "zst":  # its checksum is optional, and off here
-            assert any(isinstance(one, DatasetError) for one in found)
+            assert any(isinstance(line, DatasetError) for line in lines)
 
 
 # -- with and without orjson ----------------------------------------------------------
 
 
-# What one of the two reads in a way of its own, or not at all.
+# Lines that json and orjson read differently, or only one of them.
 ODD = [
     b"18446744073709551616", b"-9223372036854775809",
     b'{"id": [1, 123456789012345678901234567890]}', b"9223372036854775807",
@@ -187,12 +186,12 @@ LINES = st.builds(
 
 
 def made(lines: list[bytes], limit: int = 1024) -> Iterator[Any]:
-    """Yield what lines become: type, value and place of each."""
+    """Yield the samples of lines as text, and the offset after each block."""
     make = functools.partial(samples, JSONDecoder(), 1 << 20)
-    for block, at in steps(make, b"\n".join(lines), limits=[limit]):
+    for block, offset in steps(make, b"\n".join(lines), limits=[limit]):
         for sample in block:
-            yield str(sample.error) if type(sample) is FailedSample else repr(sample)
-        yield at
+            yield str(sample.error) if hasattr(sample, "error") else repr(sample)
+        yield offset
 
 
 def both(lines: list[bytes], limit: int = 1024) -> tuple[list[Any], list[Any]]:
@@ -207,34 +206,34 @@ def both(lines: list[bytes], limit: int = 1024) -> tuple[list[Any], list[Any]]:
 )
 @example(lines=ODD, limit=1024)
 @example(lines=ODD, limit=1)
-def test_the_same_with_and_without_orjson(lines: list[bytes], limit: int) -> None:
-    found, expected = both(lines, limit)
-    assert found == expected
+def test_orjson_and_json_read_the_same(lines: list[bytes], limit: int) -> None:
+    samples, expected = both(lines, limit)
+    assert samples == expected
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("line", ODD)
-def test_what_json_reads_is_read(line: bytes) -> None:
-    found = next(iter(made([line])), None)
+def test_lines_are_read_as_json_reads_them(line: bytes) -> None:
+    sample = next(iter(made([line])), None)
     try:
-        assert found == repr(json.loads(line))
+        assert sample == repr(json.loads(line))
     except (ValueError, RecursionError):
-        assert found is None or not line.strip() or "damaged" in str(found)
+        assert sample is None or not line.strip() or "damaged" in str(sample)
 
 
 @pytest.mark.parametrize("pad", range(20))
 def test_integers_are_exact_at_any_place(pad: int) -> None:
-    """Alone, beside fractions that are as long, at both ends of what is looked at."""
+    """Alone or next to long fractions, at both ends of the text that is checked."""
     large = b"9" * 20
     for rest in (b"%s", b"-%s", b"0.%s", b"[0.%s, %s]", b"[%s, 0.%s]", b"[0.1, %s]"):
         line = b" " * pad + rest.replace(b"%s", large)
-        found, expected = both([b"[]" * (pad % 2), line])
-        assert found == expected
+        samples, expected = both([b"[]" * (pad % 2), line])
+        assert samples == expected
 
 
 # -- MDS shards that MosaicML's writer wrote -------------------------------------------
 
-# Made by ``MDSWriter`` of mosaicml-streaming 0.13.0 (which cannot be installed beside
+# Made by ``MDSWriter`` of mosaicml-streaming 0.13.0 (which cannot be installed with
 # the numpy of the tests) with ``written(k)`` as sample ``k``: eight of them in ``raw``,
 # four in ``zstd`` and in ``gz``, and a pickle in ``pkl``.
 WRITTEN = Path(__file__).with_name("mds_written.zip")
@@ -291,7 +290,7 @@ def plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: plain(value[name]) for name in sorted(value)}
     if isinstance(value, list):
-        return [plain(one) for one in value]
+        return [plain(item) for item in value]
     if isinstance(value, Image.Image):
         value = np.asarray(value)
     if isinstance(value, np.ndarray):
@@ -302,58 +301,58 @@ def plain(value: Any) -> Any:
 @pytest.mark.parametrize(("kind", "count"), [("raw", 8), ("zstd", 4), ("gz", 4)])
 async def test_reads_what_mosaicml_wrote(kind: str, count: int, folder: Path) -> None:
     expected = [plain(written(k)) for k in range(count)]
-    found, _ = await read(MDSDataset(folder / kind))
-    assert [plain(one) for one in found] == expected
+    samples, _ = await read(MDSDataset(folder / kind))
+    assert [plain(sample) for sample in samples] == expected
     if kind != "gz":
         files = {path.name: path.read_bytes() for path in (folder / kind).glob("s*")}
         files["index.json"] = (folder / kind / "index.json").read_bytes()
         objects = {f"train/{name}": data for name, data in files.items()}
         with ObjectServer(objects) as server:
-            found, _ = await read(MDSDataset("train", store=server.url))
-            assert [plain(one) for one in found] == expected
+            samples, _ = await read(MDSDataset("train", store=server.url))
+            assert [plain(sample) for sample in samples] == expected
 
 
 @pytest.mark.parametrize("pattern", ["*", "**", "{raw,zstd}", "[rz]*", "../in/*"])
 async def test_directories_of_mds_match_patterns(
     pattern: str, folder: Path, tmp_path: Path
 ) -> None:
-    """On disk and in a store; other files beside the directories do not."""
+    """On disk and in a store; other files next to them do not match."""
     for kind in ("raw", "zstd"):
         shutil.copytree(folder / kind, tmp_path / "in" / kind)
     (tmp_path / "in" / "notes.txt").write_text("none of them")
     expected = [-k for count in (8, 4) for k in range(count)]
-    found, _ = await read(MDSDataset(f"{tmp_path}/in/{pattern}"))
-    assert [one["i"] for one in found] == expected
+    samples, _ = await read(MDSDataset(f"{tmp_path}/in/{pattern}"))
+    assert [sample["i"] for sample in samples] == expected
     if ".." not in pattern:
-        found, _ = await read(MDSDataset(pattern, store=LocalStore(tmp_path / "in")))
-        assert [one["i"] for one in found] == expected
+        samples, _ = await read(MDSDataset(pattern, store=LocalStore(tmp_path / "in")))
+        assert [sample["i"] for sample in samples] == expected
     with pytest.raises(ValueError, match=r"no shard matches '.*/none\*/index\.json'"):
         await read(MDSDataset(f"{tmp_path}/none*"))
 
 
 @pytest.mark.slow
-async def test_it_keeps_the_laws_of_formats(folder: Path) -> None:
+async def test_mds_keeps_the_laws_of_formats(folder: Path) -> None:
     for kind in ("raw", "zstd"):
         await check_shard_format(MDSDataset(folder / kind).made_by, samples=4)
 
 
-async def test_shards_are_cut_for_more_readers(folder: Path) -> None:
+async def test_mds_shards_are_cut_for_more_readers(folder: Path) -> None:
     parts = [(await read(MDSDataset(folder / "raw").shard(r, 5)))[0] for r in range(5)]
-    assert [one["i"] for part in parts for one in part] == [-k for k in range(8)]
+    assert [sample["i"] for part in parts for sample in part] == [-k for k in range(8)]
     assert all(parts)
     _, state = await read(MDSDataset(folder / "raw").shard(0, 5), 1)
-    other = MDSDataset(folder / "zstd").shard(0, 2)
+    resumed = MDSDataset(folder / "zstd").shard(0, 2)
     with pytest.raises(StateMismatchError):
-        other.load_state_dict({**state, "readers": 2})
+        resumed.load_state_dict({**state, "readers": 2})
     with pytest.raises(ValueError, match=r"2 parts only, but .* 3 readers.*compressed"):
         await read(MDSDataset(folder / "zstd").shard(0, 3))
 
 
-async def test_unsafe_and_unknown_encodings(folder: Path) -> None:
+async def test_unsafe_and_unknown_encodings_are_refused(folder: Path) -> None:
     with pytest.raises(ValueError, match=r"column 'x': .*allow_unsafe_types=True"):
         await read(MDSDataset(folder / "pkl"))
-    found, _ = await read(MDSDataset(folder / "pkl", allow_unsafe_types=True))
-    assert found == [{"x": [1]}]
+    samples, _ = await read(MDSDataset(folder / "pkl", allow_unsafe_types=True))
+    assert samples == [{"x": [1]}]
     for encoding in ("nosuch", "ndarray:object"):
         with pytest.raises(ValueError, match="unknown"):
             decoder_of(encoding, allow_unsafe_types=True)
@@ -365,7 +364,7 @@ def change(path: Path, key: str, value: Any) -> None:
     path.write_text(json.dumps(index))
 
 
-async def test_what_is_damaged_is_told(folder: Path) -> None:
+async def test_damaged_mds_samples_are_reported(folder: Path) -> None:
     raw = folder / "raw"
     data = bytearray((raw / "shard.00000.mds").read_bytes())
     _, second, third, end = struct.unpack_from("<4I", data, 4)
@@ -373,13 +372,13 @@ async def test_what_is_damaged_is_told(folder: Path) -> None:
     struct.pack_into("<I", data, second, length + end - third)
     (raw / "shard.00000.mds").write_bytes(data)
     data = bytearray((raw / "shard.00001.mds").read_bytes())
-    at = data.index(b'{"k": [')
-    data[at] = ord("?")
+    place = data.index(b'{"k": [')
+    data[place] = ord("?")
     (raw / "shard.00001.mds").write_bytes(data)
     (raw / "shard.00002.mds").write_bytes((raw / "shard.00002.mds").read_bytes()[:-9])
-    found, _ = await read(MDSDataset(raw), errors=DatasetError)
-    failures = [str(one) for one in found if isinstance(one, DatasetError)]
-    numbers = [one["i"] for one in found if isinstance(one, dict)]
+    samples, _ = await read(MDSDataset(raw), errors=DatasetError)
+    failures = [str(sample) for sample in samples if isinstance(sample, DatasetError)]
+    numbers = [sample["i"] for sample in samples if isinstance(sample, dict)]
     assert numbers == [0, -4, -5, -6]
     words = f"a sample to byte {end:,}, which its table ends at {third:,}"
     assert words in failures[0]
@@ -402,7 +401,7 @@ async def test_what_is_damaged_is_told(folder: Path) -> None:
         ),
     ],
 )
-async def test_an_index_that_does_not_fit(
+async def test_a_wrong_mds_index_is_refused(
     key: str, value: Any, words: str, folder: Path
 ) -> None:
     change(folder / "raw" / "index.json", key, value)

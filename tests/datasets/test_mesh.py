@@ -32,22 +32,22 @@ LENGTHS = (7, 3, 11, 1, 5, 9, 2)
 
 @pytest.fixture(scope="module")
 def two() -> Iterator[list[RankProcess]]:
-    with ranks() as found:
-        yield found
+    with ranks() as processes:
+        yield processes
 
 
 @pytest.fixture(scope="module")
 def four() -> Iterator[list[RankProcess]]:
     """Return a mesh of two data ranks, each of two peers: 0, 0, 1, 1."""
-    with ranks(4) as found:
-        assert met(found, 2, 2) == [[0, 2], [0, 2], [1, 2], [1, 2]]
-        yield found
+    with ranks(4) as processes:
+        assert met(processes, 2, 2) == [[0, 2], [0, 2], [1, 2], [1, 2]]
+        yield processes
 
 
 def met(processes: list[RankProcess], *shape: int) -> list[Any]:
-    for one in processes:
-        one.send(do="meet", shape=shape)
-    return [one.answer() for one in processes]
+    for process in processes:
+        process.send(do="meet", shape=shape)
+    return [process.answer() for process in processes]
 
 
 def table(path: Path, count: int) -> dict[str, Any]:
@@ -82,7 +82,7 @@ def keys(rows: list[dict[str, Any]]) -> list[int]:
 
 @pytest.fixture
 def mesh() -> Iterator[Any]:
-    """Return what makes a mesh in a group of this process alone."""
+    """Return a function that makes a mesh in a group of this process alone."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield lambda *places: DeviceMesh(
@@ -95,8 +95,8 @@ def mesh() -> Iterator[Any]:
         dist.destroy_process_group()
 
 
-def test_only_the_numbers_are_kept(mesh: Any) -> None:
-    """So a loader with a mesh goes to workers, and can be made again."""
+def test_a_loader_keeps_no_mesh(mesh: Any) -> None:
+    """Only rank and world_size, so it can be pickled."""
     loader: Any = DataLoader(range(3), rank=mesh(0), tail="pad")
     assert (loader.rank, loader.world_size) == (0, 1)
     again = pickle.loads(pickle.dumps(loader))
@@ -111,7 +111,9 @@ def test_only_the_numbers_are_kept(mesh: Any) -> None:
         ([0], {"world_size": 1}, "DeviceMesh as rank excludes world_size.* got .*=1"),
     ],
 )
-def test_bad_meshes(mesh: Any, places: Any, options: Any, message: str) -> None:
+def test_unsuitable_meshes_are_refused(
+    mesh: Any, places: Any, options: Any, message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         DataLoader(range(3), rank=mesh(*places), **options)
 
@@ -119,7 +121,9 @@ def test_bad_meshes(mesh: Any, places: Any, options: Any, message: str) -> None:
 # -- one list of shards ---------------------------------------------------------------
 
 
-def test_a_rank_that_iterates_alone(two: list[RankProcess], tmp_path: Path) -> None:
+def test_a_rank_that_iterates_alone_compares_nothing(
+    two: list[RankProcess], tmp_path: Path
+) -> None:
     stream = shards(tmp_path, 0, 4)
     for count in (1, 2):
         assert two[0].do(do="open", **stream) == ["0"]
@@ -127,7 +131,7 @@ def test_a_rank_that_iterates_alone(two: list[RankProcess], tmp_path: Path) -> N
     assert two[0].do(do="open", **stream) == ["0"]
 
 
-def test_a_store_that_is_gone(two: list[RankProcess], tmp_path: Path) -> None:
+def test_a_lost_rank_store_is_an_error(two: list[RankProcess], tmp_path: Path) -> None:
     stream = shards(tmp_path, 0, 4)
     (tmp_path / "away").mkdir()
     store = {"store": str(tmp_path / "away" / "ranks"), "gone": str(tmp_path / "away")}
@@ -136,7 +140,7 @@ def test_a_store_that_is_gone(two: list[RankProcess], tmp_path: Path) -> None:
     assert "with agree()" in error
 
 
-async def test_a_store_that_workers_cannot_reach(tmp_path: Path) -> None:
+async def test_a_store_in_memory_cannot_be_pickled(tmp_path: Path) -> None:
     stream = TextDataset(str(tmp_path / "*.txt")).shard(0, 2)
     with pytest.raises(pickle.PicklingError, match="HashStore cannot be reached from"):
         pickle.dumps(stream.agree(dist.HashStore()))
@@ -146,8 +150,8 @@ async def test_a_store_that_workers_cannot_reach(tmp_path: Path) -> None:
     assert pickle.loads(pickle.dumps(stream)).rank_store.resolved() is None
 
 
-async def test_what_is_compared(tmp_path: Path) -> None:
-    """Each time and each stream for itself; steps and order do not count."""
+async def test_ranks_compare_each_iteration_of_a_stream(tmp_path: Path) -> None:
+    """Steps of the stream and the order of the ranks do not matter."""
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
     shards(tmp_path / "a", 0, 4), shards(tmp_path / "b", 0, 5)
@@ -168,53 +172,55 @@ async def test_what_is_compared(tmp_path: Path) -> None:
     await begin(0, "a")
 
 
-def test_a_prefix_grows_between_peers(four: list[RankProcess], tmp_path: Path) -> None:
+def test_shards_added_between_peers_are_an_error(
+    four: list[RankProcess], tmp_path: Path
+) -> None:
     stream = shards(tmp_path, 0, 8)
     assert four[0].do(do="open", **stream) == ["0"]
     shards(tmp_path, 8, 9)
     said = "found 9 shards (digest "
-    errors = [one.do(do="open", **stream) for one in four[1:]]
+    errors = [process.do(do="open", **stream) for process in four[1:]]
     assert all(said in error for error in errors)
     assert "and a peer of rank 0, before, 8 shards (digest " in errors[0]
     assert "and rank 0, before, 8 shards (digest " in errors[1]
     four[0].do(do="rest")
-    # All begin again, and agree.
-    first = [one.do(do="open", **stream) for one in four]
+    # All ranks iterate again, and find the same shards.
+    first = [process.do(do="open", **stream) for process in four]
     assert first == [["0"], ["0"], ["10"], ["10"]]
-    rest = [one.do(do="rest") for one in four]
+    rest = [process.do(do="rest") for process in four]
     assert rest[::2] == rest[1::2]
     assert sorted(map(int, rest[0] + rest[2])) == sorted({*range(90)} - {0, 10})
 
 
-def test_a_table_changes_between_peers(four: list[RankProcess], tmp_path: Path) -> None:
-    """The second peer cuts it where the first one did."""
+def test_peers_cut_a_table_alike(four: list[RankProcess], tmp_path: Path) -> None:
+    """Even if it has grown before the second peer reads it."""
     stream = table(tmp_path / "db", 1000)
-    found = [four[0].do(do="open", **stream)]
+    rows = [four[0].do(do="open", **stream)]
     insert(tmp_path / "db", 1000, 5000)
-    found += [one.do(do="open", **stream) for one in four[1:]]
-    for place, one in enumerate(four):
-        found[place] += one.do(do="rest")
-    assert found[0] == found[1]
-    assert found[2] == found[3]
-    ids = sorted(keys(found[0] + found[2]))
+    rows += [process.do(do="open", **stream) for process in four[1:]]
+    for place, process in enumerate(four):
+        rows[place] += process.do(do="rest")
+    assert rows[0] == rows[1]
+    assert rows[2] == rows[3]
+    ids = sorted(keys(rows[0] + rows[2]))
     assert ids[:1000] == [*range(1000)]
     assert len(set(ids)) == len(ids)
 
 
-def test_in_workers(tmp_path: Path) -> None:
-    """They connect to the group's store or the user's, and count for their process."""
+def test_workers_of_peers_compare_shards(tmp_path: Path) -> None:
+    """They use the group's store or the user's, and count as their process."""
     (tmp_path / "more").mkdir()
-    with ranks(4) as four:  # not those of the other tests, for theirs have workers now
+    with ranks(4) as four:  # new processes, because these start workers
         met(four, 2, 2)
         for folder, store in ((tmp_path, None), (tmp_path / "more", "ranks")):
             stream = shards(folder, 0, 8)
             if store is not None:
                 stream["store"] = str(tmp_path / store)
-            for one in four:
-                one.send(do="load", workers=1, **stream)
-            found = [one.answer() for one in four]
-            assert found[::2] == found[1::2]
-            assert sorted(map(int, found[0] + found[2])) == [*range(80)]
+            for process in four:
+                process.send(do="load", workers=1, **stream)
+            rows = [process.answer() for process in four]
+            assert rows[::2] == rows[1::2]
+            assert sorted(map(int, rows[0] + rows[2])) == [*range(80)]
             four[0].do(do="load", workers=1, **stream)
             shards(folder, 8, 10)
             error = four[1].do(do="load", workers=1, **stream)
@@ -224,12 +230,12 @@ def test_in_workers(tmp_path: Path) -> None:
             assert "and rank 0, before, 8 shards" in error
 
 
-def test_peers_of_a_single_rank(tmp_path: Path) -> None:
-    """They agree if a mesh tells that there are peers."""
+def test_peers_of_a_single_rank_compare_shards(tmp_path: Path) -> None:
+    """A mesh says that there are peers."""
     stream = {**shards(tmp_path, 0, 4), "tail": None, "batch_size": 40}
     with ranks(2) as two:
         assert met(two, 1, 2) == [[0, 1], [0, 1]]
-        first, second = (one.do(do="deliver", **stream) for one in two)
+        first, second = (process.do(do="deliver", **stream) for process in two)
         assert first == second
         two[0].do(do="deliver", **stream)
         shards(tmp_path, 4, 5)
@@ -256,8 +262,7 @@ def test_workers_are_named_by_their_rank(tmp_path: Path) -> None:
         load(0)
 
 
-async def test_a_single_rank_without_peers(tmp_path: Path) -> None:
-    """It reads what is there, whatever others find."""
+async def test_a_single_rank_without_peers_compares_nothing(tmp_path: Path) -> None:
     store = dist.HashStore()
 
     async def begin(process: str, **options: Any) -> None:
@@ -277,8 +282,8 @@ async def test_a_single_rank_without_peers(tmp_path: Path) -> None:
     await begin("b", has_peers=True)
 
 
-def test_processes_without_a_group(tmp_path: Path) -> None:
-    """Each counts for itself, and its workers for it."""
+def test_a_rank_store_names_the_process_it_was_made_in(tmp_path: Path) -> None:
+    """Without a process group; pickling does not change it."""
     stream = from_iterable(range(3)).agree(dist.FileStore(str(tmp_path / "store")))
     process = stream.rank_store.process
     assert process == from_iterable(range(3)).agree(dist.HashStore()).rank_store.process
@@ -296,14 +301,14 @@ def lines(folder: Path) -> dict[str, Any]:
 
 
 def samples(batches: list[Any], tail: str) -> list[str]:
-    """Return the samples that are no padding."""
+    """Return the samples without padding."""
     if tail != "pad":
         return [*itertools.chain(*batches)]
-    return [n for one, mask in batches for n in itertools.compress(one, mask)]
+    return [n for batch, mask in batches for n in itertools.compress(batch, mask)]
 
 
 def check(by_rank: list[Any], tail: str) -> None:
-    """Check that ranks have as many batches, and each sample once."""
+    """Check that ranks have equally many batches, and that each sample comes once."""
     every = [name for rank in by_rank for name in samples(rank, tail)]
     assert len(set(every)) == (sum(LENGTHS) if tail != "drop" else len(every))
     assert len(set(map(len, by_rank))) == 1 + (tail == "uneven")
@@ -315,27 +320,27 @@ def check(by_rank: list[Any], tail: str) -> None:
 def test_peers_end_together(four: list[RankProcess], tmp_path: Path, tail: str) -> None:
     """In each of two epochs."""
     asked = {"do": "deliver", "tail": tail, "epochs": 2, **lines(tmp_path)}
-    for one in four:
-        one.send(**asked)
-    found = [one.answer() for one in four]
-    assert found[::2] == found[1::2]
+    for process in four:
+        process.send(**asked)
+    epochs = [process.answer() for process in four]
+    assert epochs[::2] == epochs[1::2]
     for epoch in range(2):
-        check([found[0][epoch], found[2][epoch]], tail)
+        check([epochs[0][epoch], epochs[2][epoch]], tail)
 
 
 def test_one_process_of_each_rank_is_enough(
     four: list[RankProcess], tmp_path: Path
 ) -> None:
-    """Whichever ones they are: their peers may come later."""
+    """Any of them: their peers may read later."""
     asked = {"do": "deliver", "tail": "pad", **lines(tmp_path)}
-    found: list[Any] = [None] * 4
+    batches: list[Any] = [None] * 4
     for circle in ((0, 3), (2, 1)):
         for place in circle:
             four[place].send(**asked)
         for place in circle:
-            found[place] = four[place].answer()
-    assert found[::2] == found[1::2]
-    check([found[0][0], found[2][0]], "pad")
+            batches[place] = four[place].answer()
+    assert batches[::2] == batches[1::2]
+    check([batches[0][0], batches[2][0]], "pad")
 
 
 # -- the slowest one ------------------------------------------------------------------
@@ -344,7 +349,7 @@ SLOWEST = r"Rank 2 of 3 waits longest for data: \d+\.?\d* ms a batch; the median
 MISSING = "Not reported yet in epoch {}: rank{}."
 
 
-def test_the_slowest_of_three_ranks() -> None:
+def test_the_slowest_rank_is_reported() -> None:
     """No rank waits for another, and an earlier epoch does not count."""
     with ranks(3) as (first, second, third):
         assert first.do(do="report", seconds=0)[1:] == [MISSING.format(0, "s 1, 2")]

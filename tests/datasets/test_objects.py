@@ -1,4 +1,4 @@
-"""What is particular to objects: addresses, listings, lengths, processes."""
+"""Objects: addresses, listings, lengths, retries and processes."""
 
 import asyncio
 import gc
@@ -12,11 +12,10 @@ import obstore
 import pytest
 from obstore.store import LocalStore, MemoryStore, S3Store
 
-from aioloader.datasets import ObjectDataset, Requests, TextDataset
+from aioloader.datasets import ObjectDataset, Piece, Requests, Source, TextDataset
 from aioloader.datasets._stores.bytes import Client, StoredObject
-from aioloader.datasets._stores.failures import Piece
 from aioloader.datasets._stores.options import Flights
-from aioloader.datasets._stores.sources import OwnStore, Source, Tries, UnreachableError
+from aioloader.datasets._stores.sources import OwnStore, Tries, UnreachableError
 from aioloader.datasets._stores.stores import ObstoreStore
 from aioloader.errors import (
     DatasetError,
@@ -32,7 +31,7 @@ STORES = ["local", "memory", "http", "s3"]
 
 
 @pytest.mark.parametrize("dataset", STORES, indirect=True)
-async def test_missing_object(dataset: ObjectDataset) -> None:
+async def test_a_missing_object_raises_object_not_found(dataset: ObjectDataset) -> None:
     source: Any = dataset._store
     store: Any = source._given or source._url
     async with ObjectDataset(store, ["no/key"]) as missing:
@@ -43,7 +42,7 @@ async def test_missing_object(dataset: ObjectDataset) -> None:
 
 
 @pytest.mark.parametrize(
-    ("what", "kind", "words"),
+    ("answer", "kind", "words"),
     [
         ("403", ObjectPermissionError, "HTTP 403 Forbidden; check the credentials"),
         ("401", ObjectPermissionError, "HTTP 401 Unauthorized"),
@@ -52,17 +51,17 @@ async def test_missing_object(dataset: ObjectDataset) -> None:
         ("599", DatasetError, "HTTP 599, after 2 attempts"),
     ],
 )
-async def test_http_failures(
-    loopback: Any, serve: Serve, what: str, kind: type[DatasetError], words: str
+async def test_http_errors_are_dataset_errors(
+    loopback: Any, serve: Serve, answer: str, kind: type[DatasetError], words: str
 ) -> None:
     with pytest.raises(kind, match=words) as caught:
-        await serve(what, "cats/z.bin")[0]
+        await serve(answer, "cats/z.bin")[0]
     assert type(caught.value) is kind
-    assert caught.value.location == f"{loopback.at(what)}/cats/z.bin"
+    assert caught.value.location == f"{loopback.at(answer)}/cats/z.bin"
     assert caught.value.attempts == len(loopback.heads)
 
 
-async def test_forbidden_local_object(forbidden: Path) -> None:
+async def test_a_forbidden_local_object_is_refused(forbidden: Path) -> None:
     with pytest.raises(ObjectPermissionError, match="Permission denied"):
         await ObjectDataset(forbidden.parent, [forbidden.name])[0]
 
@@ -72,66 +71,66 @@ async def test_redirects_are_followed(serve: Serve) -> None:
 
 
 async def test_redirects_in_a_circle_end_at_once(loopback: Any) -> None:
-    """They would be the same after any time."""
+    """They would never end."""
     stream = TextDataset(f"{loopback.at('loop')}/cats/z.bin")
     with pytest.raises(DatasetError, match="redirects in a circle; check the address"):
         _ = [line async for line in stream]
 
 
-async def test_ranges_without_a_total_size(loopback: Any) -> None:
-    """HTTP allows them; obstore does not: the shard is read as a whole."""
+async def test_ranges_without_a_total_size_are_read_whole(loopback: Any) -> None:
+    """HTTP allows them; obstore does not."""
     stream = TextDataset(f"{loopback.at('star')}/cats/z.bin")
     assert [line async for line in stream] == ["cats-z" * 5]
 
 
-# With a tag the rest is asked for once, and half of it comes, or a byte less.
-@pytest.mark.parametrize(("what", "received"), [("cut", 300_000), ("short", 399_999)])
+# With an ETag the rest is requested once, and half of it or a byte less arrives.
+@pytest.mark.parametrize(("answer", "received"), [("cut", 300_000), ("short", 399_999)])
 @pytest.mark.parametrize("size", [0, 400_000])
-async def test_short_body_is_no_sample(
-    loopback: Any, serve: Serve, what: str, received: int, size: int
+async def test_a_short_body_is_no_sample(
+    loopback: Any, serve: Serve, answer: str, received: int, size: int
 ) -> None:
-    dataset = serve(what, "cats/big.bin")
+    dataset = serve(answer, "cats/big.bin")
     dataset._sizes = [size]  # type: ignore[assignment]
     with pytest.raises(TruncatedReadError, match="of 400,000 bytes") as caught:
         await dataset[0]
     assert isinstance(caught.value, EOFError)
-    assert caught.value.location == f"{loopback.at(what)}/cats/big.bin"
+    assert caught.value.location == f"{loopback.at(answer)}/cats/big.bin"
     assert (caught.value.expected, caught.value.received) == (400_000, received)
 
 
 async def test_a_body_that_broke_off_once_is_read_again(
     loopback: Any, serve: Serve, contents: dict[str, bytes]
 ) -> None:
-    """Where obstore does not go on by itself, one more read does."""
+    """Where obstore itself does not resume."""
     dataset = serve("heal", "cats/big.bin")
     assert memoryview(await dataset[0]) == contents["cats/big.bin"]
     assert len(loopback.heads) == 2
 
 
 @pytest.mark.parametrize("now", [b"", b"x", b"grown" * 1000])
-async def test_objects_that_changed_since_the_listing(
+async def test_objects_are_read_with_their_current_size(
     memory: MemoryStore, now: bytes
 ) -> None:
-    """The size in a listing is a hint: the sample is the object as it is."""
+    """The size in a listing is only a hint."""
     dataset = await ObjectDataset.discover(memory, prefix="cats")
     index = dataset.keys.index("cats/z.bin")
     obstore.put(memory, "cats/z.bin", now)
     assert memoryview(await dataset[index]) == now
 
 
-@pytest.mark.parametrize(("what", "requests"), [("ok", 3), ("norange", 4)])
+@pytest.mark.parametrize(("answer", "requests"), [("ok", 3), ("norange", 4)])
 async def test_listed_objects_take_one_request(
-    loopback: Any, serve: Serve, what: str, requests: int
+    loopback: Any, serve: Serve, answer: str, requests: int
 ) -> None:
-    """A known size saves a step; a server without ranges is asked for one once."""
-    dataset = serve(what, "cats/z.bin")
+    """A known size saves a request; missing support for ranges is noticed once."""
+    dataset = serve(answer, "cats/z.bin")
     dataset._sizes = [30]  # type: ignore[assignment]
     for _ in range(3):
         assert memoryview(await dataset[0]) == b"cats-z" * 5
     assert len(loopback.heads) == requests
 
 
-async def test_prefix_is_whole_segments(s3: str) -> None:
+async def test_a_prefix_matches_whole_segments(s3: str) -> None:
     async with await ObjectDataset.discover(s3, prefix="cats") as cats:
         pass
     assert list(cats.keys) == sorted(cats.keys)
@@ -143,13 +142,12 @@ async def test_prefix_is_whole_segments(s3: str) -> None:
 @pytest.mark.parametrize(
     "where", ["{folder}", "{folder}/", "file://{folder}", "file://{folder}/"]
 )
-async def test_local_addresses(folder: Path, where: str) -> None:
+async def test_paths_and_file_urls_are_local_stores(folder: Path, where: str) -> None:
     dataset = ObjectDataset(where.format(folder=folder), ["cats/z.bin"])
     assert memoryview(await dataset[0]) == b"cats-z" * 5
 
 
-def test_missing_directory(tmp_path: Path) -> None:
-    """It is missing when it is read, not empty."""
+def test_a_missing_directory_is_not_empty(tmp_path: Path) -> None:
     with pytest.raises(ObjectNotFoundError, match=r"no such file: '.*/gone'"):
         ObjectDataset(tmp_path / "gone")
 
@@ -173,7 +171,7 @@ def test_missing_directory(tmp_path: Path) -> None:
         ({"secret_access_key": "x"}, "Missing AccessKeyId: name it in store_options"),
     ],
 )
-def test_refuses_wrong_options(options: dict[str, Any], words: str) -> None:
+def test_wrong_store_options_are_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=f"^cannot open 's3://b': .*{words}"):
         ObjectDataset("s3://b", ["k"], store_options=options)
 
@@ -194,7 +192,7 @@ def test_refuses_wrong_options(options: dict[str, Any], words: str) -> None:
         ("https://me:pw@host/a?sig=1#f", "https://host/a"),
     ],
 )
-def test_shows_its_address(store: Any, label: str) -> None:
+def test_repr_shows_the_address_without_secrets(store: Any, label: str) -> None:
     shown = repr(ObjectDataset(store, ["k1", "k2"]))
     assert shown == f"ObjectDataset({label!r}, <2 names: 'k1', 'k2'>)"
 
@@ -211,7 +209,7 @@ async def test_user_and_password_of_a_url_are_sent(loopback: Any, serve: Serve) 
 def test_forked_child_raises_instead_of_hanging(folder: Path) -> None:
     script = f"""
 import asyncio, os
-from aioloader.datasets import ObjectDataset, Requests, TextDataset
+from aioloader.datasets import ObjectDataset, Piece, Requests, Source, TextDataset
 
 async def read(): return len(memoryview(await dataset[0]))
 
@@ -230,10 +228,10 @@ for expected in 1, 2:
 
 
 @pytest.mark.slow
-async def test_exit_after_cancelled_requests(loopback: Any) -> None:
+async def test_a_process_exits_after_cancelled_requests(loopback: Any) -> None:
     script = f"""
 import asyncio
-from aioloader.datasets import ObjectDataset, Requests, TextDataset
+from aioloader.datasets import ObjectDataset, Piece, Requests, Source, TextDataset
 
 async def main():
     async with ObjectDataset({loopback.at("ok")!r}, ["cats/big.bin"] * 100) as dataset:
@@ -254,7 +252,7 @@ AT_ONCE = Requests(base_delay=0)
 
 
 class Named(Source):
-    """A store with an address and nothing in it."""
+    """An empty store with an address."""
 
     def __init__(self, label: str) -> None:
         self.label = label
@@ -267,12 +265,12 @@ PLACE = OwnStore(Named("s3://b")), "k"
 
 
 def failure(number: int = 0) -> DatasetError:
-    """Return what another try may mend."""
+    """Return an error that a retry may resolve."""
     return DatasetError(f"failed {number}", location="s3://b/k", attempts=2)
 
 
 def attempts(*outcomes: Any) -> Attempt:
-    """Return a function that has these outcomes in turn."""
+    """Return a function with these outcomes, one per call."""
     turns = iter(outcomes)
 
     async def attempt() -> Any:
@@ -285,7 +283,7 @@ def attempts(*outcomes: Any) -> Attempt:
 
 
 def pause(monkeypatch: pytest.MonkeyPatch, *seconds: float) -> None:
-    """Make these the pauses of the next requests."""
+    """Set the pauses between the next requests."""
     place = "aioloader.datasets._stores.sources.backoff"
     monkeypatch.setattr(place, lambda *_: iter(seconds))
 
@@ -296,7 +294,7 @@ async def hang() -> None:
 
 
 async def test_a_timeout_names_the_last_error(monkeypatch: Any) -> None:
-    """Whether it had its whole time or was cut short."""
+    """Whether the attempt had its full time or was cut short."""
 
     async def attempt() -> None:
         if not calls:
@@ -318,7 +316,7 @@ async def test_a_timeout_names_the_last_error(monkeypatch: Any) -> None:
 async def test_a_host_that_always_refused_is_given_up_in_seconds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One that ever answered keeps the whole deadline."""
+    """A host that has answered once keeps the whole deadline."""
     tries = Tries(Requests())
     pause(monkeypatch, 6.0)
     refusing = OwnStore(Named("s3://b")), "k"
@@ -343,7 +341,7 @@ async def test_the_first_retry_is_logged_once(caplog: Any) -> None:
 
 
 async def hedging() -> Tries:
-    """Return tries that have seen enough to know what is slow."""
+    """Return tries that have measured enough requests to know a slow one."""
     tries = Tries(Requests(hedge=True, base_delay=0))
     for _ in range(20):
         await tries.make(attempts("quick"), *PLACE)
@@ -351,7 +349,7 @@ async def hedging() -> Tries:
 
 
 async def test_a_slow_request_is_sent_twice() -> None:
-    """The first answer counts, and the other request is cancelled."""
+    """The first answer counts; the other request is cancelled."""
     tries = await hedging()
     calls = itertools.count()
     ended = asyncio.Event()
@@ -370,25 +368,25 @@ async def test_a_slow_request_is_sent_twice() -> None:
 
 
 @pytest.mark.slow
-async def test_a_response_has_one_reader() -> None:
-    """Without ranges the next chunk is not requested twice, or some would be lost."""
-    body = b"".join(b"%09d\n" % line for line in range(500_000))
+async def test_a_response_without_ranges_is_not_hedged() -> None:
+    """A second reader of the response would lose some bytes."""
+    expected = b"".join(b"%09d\n" % line for line in range(500_000))
     here = Client(Requests(hedge=True, base_delay=0))
     for _ in range(20):
         await here.tries.make(attempts("quick"), *PLACE)
-    with ChangingServer(body, has_ranges=False) as server:
+    with ChangingServer(expected, has_ranges=False) as server:
         store = ObstoreStore(server.url, {})
         whole = StoredObject(here, store, "k").stream()
-        found = bytearray()
+        body = bytearray()
         while piece := (await whole.read()).data:
-            found += piece
+            body += piece
         await store.drain()
-    assert bytes(found) == body
+    assert bytes(body) == expected
     assert server.requests == 1
 
 
-async def test_of_two_requests_one_may_fail() -> None:
-    """Then the other one's answer counts; if both fail, they are tried again."""
+async def test_one_of_two_hedged_requests_may_fail() -> None:
+    """If both fail, they are retried."""
     tries = await hedging()
     calls = itertools.count()
     second = asyncio.Event()
@@ -411,11 +409,11 @@ async def test_of_two_requests_one_may_fail() -> None:
 # -- their end ----------------------------------------------------------------------
 
 
-async def test_a_request_that_is_kept_keeps_no_frames() -> None:
+async def test_a_failed_request_keeps_no_frames_alive() -> None:
     """obstore's threads may hold a failed request until the next call of obstore."""
 
     class Iterator:
-        """What the frames that await a request hold."""
+        """An object in the frames that await a request."""
 
     async def read() -> None:
         iterator = Iterator()

@@ -1,4 +1,4 @@
-"""The command line: what it packs is what is read, and what it says of mistakes."""
+"""The command line: packed shards are read back, and errors are explained."""
 
 import asyncio
 import importlib
@@ -38,7 +38,7 @@ def read(stream: Any) -> list[Any]:
     return asyncio.run(items(stream))
 
 
-def test_class_folders(
+def test_class_folders_are_packed_with_labels(
     tree: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = (tree, tmp_path / "out", "--class-folders", "--name", "train")
@@ -51,7 +51,7 @@ def test_class_folders(
     ]
     stream = TarDataset(f"{tmp_path}/out/train-*.tar")
     samples = read(stream)
-    assert [int(sample["cls"]) for sample in samples] == [at for _, at in LABELLED]
+    assert [int(sample["cls"]) for sample in samples] == [n for _, n in LABELLED]
     for sample, (name, _) in zip(samples, LABELLED, strict=True):
         key, _, extension = name.rpartition(".")
         assert sample["__key__"] == key.replace("z.v2", "z_v2")
@@ -65,7 +65,7 @@ def test_class_folders(
     assert len(read(stream)) == 6
 
 
-def test_shuffled(tree: Path, tmp_path: Path) -> None:
+def test_the_seed_alone_decides_the_shuffled_order(tree: Path, tmp_path: Path) -> None:
     orders = []
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
         packed(tree, tmp_path / name, "--class-folders", "--shuffle", seed)
@@ -80,7 +80,7 @@ def test_shuffled(tree: Path, tmp_path: Path) -> None:
     assert main(["pack", str(tree), f"{tmp_path}/a", "--class-folders"]) == 1
 
 
-def test_names_that_make_one_key(tmp_path: Path) -> None:
+def test_names_that_share_a_key_are_numbered(tmp_path: Path) -> None:
     for name in ("a.png", "a.jpg", "a.b.jpg", "a_b.jpg"):
         (tmp_path / "x").mkdir(exist_ok=True)
         (tmp_path / "x" / name).write_bytes(name.encode())
@@ -95,18 +95,18 @@ def test_names_that_make_one_key(tmp_path: Path) -> None:
 def test_files_are_grouped_as_in_a_tar(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By folder and name up to the first dot, though others sort in between."""
+    """By folder and the name up to the first dot, although others sort in between."""
     folder = tmp_path / "in"
     names = ["a.json", "a-1.txt", "a.seg.png", "b.d/c.txt", "README", "b.d/a.txt"]
     for name in names:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(name.encode())
     packed(folder, tmp_path / "out", "--jobs", 1)
-    found = {
+    samples = {
         sample.pop("__key__"): {k: v for k, v in sample.items() if k != "__url__"}
         for sample in read(TarDataset(f"{tmp_path}/out/*.tar"))
     }
-    assert found == {
+    assert samples == {
         "a": {"json": b"a.json", "seg.png": b"a.seg.png"},
         "a-1": {"txt": b"a-1.txt"},
         "b.d/a": {"txt": b"b.d/a.txt"},
@@ -115,7 +115,7 @@ def test_files_are_grouped_as_in_a_tar(
     assert "left out: 1 files without an extension" in capsys.readouterr().out
 
 
-def test_files_as_rows(tree: Path, tmp_path: Path) -> None:
+def test_files_are_packed_as_rows(tree: Path, tmp_path: Path) -> None:
     packed(tree, tmp_path / "out", "--format", "parquet", "--class-folders")
     packed(tree, tmp_path / "all", "--format", "parquet", "--glob", "dog/*")
     rows = read(ParquetDataset(f"{tmp_path}/out/*.parquet"))
@@ -125,14 +125,14 @@ def test_files_as_rows(tree: Path, tmp_path: Path) -> None:
     assert paths == sorted(f"dog/{path.name}" for path in (tree / "dog").iterdir())
 
 
-def test_a_list_of_files(tree: Path, tmp_path: Path) -> None:
+def test_a_list_of_files_keeps_its_order(tree: Path, tmp_path: Path) -> None:
     (tree / "list.txt").write_text("dog/10.png\ncat/b.png\n\n")
     packed(tree / "list.txt", tmp_path / "out", "--format", "parquet")
     rows = read(ParquetDataset(f"{tmp_path}/out/*.parquet"))
     assert [row["path"] for row in rows] == ["dog/10.png", "cat/b.png"]
 
 
-def test_files_that_are_there_twice(
+def test_repeated_files_are_refused(
     tree: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tree / "list.txt").write_text("cat/b.png\ndog/10.png\ncat/b.png\n")
@@ -162,18 +162,18 @@ def test_rows_become_members_and_come_back(tmp_path: Path) -> None:
     assert [row["__key__"] for row in rows] == [f"{n:09d}" for n in range(5)]
 
 
-def test_tables_with_bytes(tmp_path: Path) -> None:
-    """Columns of bytes are members; numbers, arrays and nulls are JSON."""
+def test_columns_of_bytes_become_members(tmp_path: Path) -> None:
+    """Numbers, arrays and nulls become JSON."""
     rows = [{"jpg": b"picture", "x": 1.5, "v": [1, 2], "n": None}, {"jpg": b"2"}]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "x.parquet")
     packed(tmp_path / "x.parquet", tmp_path / "out")
-    one, other = read(TarDataset(f"{tmp_path}/out/*.tar").decode())
-    assert one["jpg"] == b"picture"
-    assert one["json"] == {"x": 1.5, "v": [1, 2], "n": None}
-    assert other["json"]["x"] is None
+    first, second = read(TarDataset(f"{tmp_path}/out/*.tar").decode())
+    assert first["jpg"] == b"picture"
+    assert first["json"] == {"x": 1.5, "v": [1, 2], "n": None}
+    assert second["json"]["x"] is None
 
 
-def test_from_a_store_to_a_store(s3: str, s3_port: int, tmp_path: Path) -> None:
+def test_packing_from_store_to_store(s3: str, s3_port: int, tmp_path: Path) -> None:
     region = ("--src-option", "region=us-east-1", "--dst-option", "region=us-east-1")
     packed(s3 + "/dogs", f"{s3}-packed", *region)
     samples = read(TarDataset("shard-*.tar", store=f"{s3}-packed"))
@@ -210,14 +210,14 @@ WRONG: list[tuple[list[str], str]] = [
 
 
 @pytest.mark.parametrize(("arguments", "words"), WRONG, ids=str)
-def test_wrong_arguments(
+def test_the_command_refuses_wrong_arguments(
     arguments: list[str],
     words: str,
     tree: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    given = [one.format(tree=tree, out=tmp_path / "out") for one in arguments]
+    given = [argument.format(tree=tree, out=tmp_path / "out") for argument in arguments]
     with pytest.raises(SystemExit) as raised:
         main(given)
     assert raised.value.code == 2
@@ -228,7 +228,7 @@ def test_wrong_arguments(
     assert not (tmp_path / "out").exists()
 
 
-def test_what_fails_at_work(
+def test_packing_resumes_after_an_error(
     tree: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     packed(tree, tmp_path / "out", "--quiet")
@@ -250,13 +250,13 @@ def test_what_fails_at_work(
     assert [sample["json"] for sample in samples] == [{"a": 1}, {"a": 2}]
 
 
-def test_interrupted(
+def test_an_interrupt_exits_with_130(
     tree: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As shells expect it: 130, without a traceback."""
+    """As shells expect, and without a traceback."""
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
@@ -266,12 +266,12 @@ def test_interrupted(
     assert "interrupted; the same command resumes" in capsys.readouterr().err
 
 
-def test_an_index_by_either_way(
+def test_pack_and_index_write_the_same_index(
     tree: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     packed(tree, tmp_path / "out", "--class-folders")
     tar = tmp_path / "out" / "shard-000000.tar"
-    one = Path(f"{tar}.idx").read_bytes()
+    index = Path(f"{tar}.idx").read_bytes()
     Path(f"{tar}.idx").unlink()
     (tmp_path / "bad.tar").write_bytes(tar.read_bytes()[1:])
     capsys.readouterr()
@@ -279,7 +279,7 @@ def test_an_index_by_either_way(
     captured = capsys.readouterr()
     assert captured.out == f"{tar}.idx: 6 samples\n"
     assert "bad.tar' is damaged at byte 0" in captured.err
-    assert Path(f"{tar}.idx").read_bytes() == one
+    assert Path(f"{tar}.idx").read_bytes() == index
     parts = [read(TarDataset(str(tar)).shard(rank, 2)) for rank in range(2)]
     keys = [sorted(sample["__key__"] for sample in part) for part in parts]
     assert all(keys)
@@ -289,7 +289,7 @@ def test_an_index_by_either_way(
 
 
 @pytest.mark.slow
-def test_as_a_program(
+def test_the_program_shows_progress_on_a_terminal(
     tree: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

@@ -15,7 +15,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aioloader import DataLoader, varlen_collate
-from aioloader._base.blocks import FailedSample
 from aioloader.datasets import from_iterable, mix
 from aioloader.errors import ShardChangedError
 from datasets import shards
@@ -77,12 +76,12 @@ SIZES = st.one_of(st.integers(0, 5), st.integers(0, 40))
 @st.composite
 def texts(draw: st.DrawFn) -> list[Text]:
     drawn = draw(st.lists(st.tuples(SIZES, st.sampled_from(FORMS)), max_size=30))
-    return [Text(number, *one) for number, one in enumerate(drawn, 1)]
+    return [Text(number, *fields) for number, fields in enumerate(drawn, 1)]
 
 
 @st.composite
 def options(draw: st.DrawFn, strategy: str) -> dict[str, Any]:
-    found: dict[str, Any] = {
+    drawn: dict[str, Any] = {
         "length": draw(st.integers(1, 12)),
         "strategy": strategy,
         "bos": draw(st.sampled_from([None, BOS])),
@@ -91,9 +90,9 @@ def options(draw: st.DrawFn, strategy: str) -> dict[str, Any]:
         "pad": PAD,
     }
     if strategy == "concat":
-        return {**found, "last": draw(st.sampled_from(["drop", "pad"]))}
-    found["overlong"] = draw(st.sampled_from(["split", "truncate", "drop"]))
-    return found | {"window": draw(st.integers(1, 12)), "seed": draw(st.integers(0, 3))}
+        return {**drawn, "last": draw(st.sampled_from(["drop", "pad"]))}
+    drawn["overlong"] = draw(st.sampled_from(["split", "truncate", "drop"]))
+    return drawn | {"window": draw(st.integers(1, 12)), "seed": draw(st.integers(0, 3))}
 
 
 STRATEGIES: list[Any] = ["concat", "best_fit"]
@@ -103,23 +102,23 @@ EITHER = st.sampled_from(STRATEGIES).flatmap(options)
 # -- reading --------------------------------------------------------------------------
 
 
-def plain(one: Any) -> Any:
+def plain(sample: Any) -> Any:
     """Return a sample, or a failure, as values that can be compared."""
-    if type(one) is FailedSample:
-        assert "in 'pack' of the stream" in "".join(one.error.__notes__) or (
-            "in 'map' of the stream" in "".join(one.error.__notes__)
+    if hasattr(sample, "error"):
+        assert "in 'pack' of the stream" in "".join(sample.error.__notes__) or (
+            "in 'map' of the stream" in "".join(sample.error.__notes__)
         )
-        return repr(one.error)
-    for array in one.values():
+        return repr(sample.error)
+    for array in sample.values():
         assert array.dtype == np.int64
-    return {name: array.tolist() for name, array in one.items()}
+    return {name: array.tolist() for name, array in sample.items()}
 
 
 pulled = partial(shards.pulled, show=plain)
 
 
-def documents(some: list[Text]) -> Any:
-    return from_iterable(some).map(given_as)
+def documents(texts: list[Text]) -> Any:
+    return from_iterable(texts).map(given_as)
 
 
 # -- what is in the samples ----------------------------------------------------------
@@ -156,18 +155,18 @@ def framed(text: Text, how: dict[str, Any]) -> list[Any]:
         for token, is_counted in zip(tokens, counts, strict=True)
     ]
     each = zip(tokens, targets, [*targets[1:], IGNORED], strict=False)
-    return [(*one, not place) for place, one in enumerate(each)]
+    return [(*row, not place) for place, row in enumerate(each)]
 
 
-def concatenated(some: list[Text], how: dict[str, Any]) -> list[Any]:
-    """Return what ``pack`` gives, made token by token."""
+def concatenated(texts: list[Text], how: dict[str, Any]) -> list[Any]:
+    """Return the samples of ``pack``, made token by token."""
     made, rows = list[Any](), list[Any]()
-    for text in some:
+    for text in texts:
         if text.form in {"fails", "text"}:
             made.append(text.number)
             continue
-        for one in framed(text, how):
-            rows.append(one)
+        for row in framed(text, how):
+            rows.append(row)
             if len(rows) == how["length"]:
                 made.append(sample(rows, how))
                 rows = []
@@ -177,46 +176,50 @@ def concatenated(some: list[Text], how: dict[str, Any]) -> list[Any]:
 
 
 @given(texts(), options("concat"), st.integers(1, 9))
-async def test_concat(some: list[Text], how: dict[str, Any], limit: int) -> None:
-    """As code does that goes token by token; failures come where the documents do."""
-    found, _ = await pulled(documents(some).pack(**how), [limit])
-    expected = concatenated(some, how)
-    assert len(found) == len(expected)
-    for one, other in zip(found, expected, strict=True):
-        if isinstance(other, int):
-            assert isinstance(one, str)
-            assert f"no {other}'" in one or "got str" in one
+async def test_concat_packs_token_by_token(
+    drawn: list[Text], how: Any, limit: int
+) -> None:
+    """Failures come in the places of their documents."""
+    samples, _ = await pulled(documents(drawn).pack(**how), [limit])
+    expected = concatenated(drawn, how)
+    assert len(samples) == len(expected)
+    for packed, wanted in zip(samples, expected, strict=True):
+        if isinstance(wanted, int):
+            assert isinstance(packed, str)
+            assert f"no {wanted}'" in packed or "got str" in packed
         else:
-            assert one == other
+            assert packed == wanted
 
 
 @given(texts(), options("best_fit"), st.integers(1, 9))
-async def test_best_fit(some: list[Text], how: dict[str, Any], limit: int) -> None:
-    """Each sample has whole documents, and each document is in one."""
-    found, _ = await pulled(documents(some).pack(**how), [limit])
+async def test_best_fit_keeps_documents_whole(
+    drawn: list[Text], how: Any, limit: int
+) -> None:
+    """Samples consist of whole documents, and each document is in one sample."""
+    samples, _ = await pulled(documents(drawn).pack(**how), [limit])
     length = how["length"]
-    failed = [text for text in some if text.form in {"fails", "text"}]
-    assert sum(isinstance(one, str) for one in found) == len(failed)
+    failed = [text for text in drawn if text.form in {"fails", "text"}]
+    assert sum(isinstance(x, str) for x in samples) == len(failed)
     pieces = []
-    for text in some:
+    for text in drawn:
         rows = [] if text in failed else framed(text, how)
         if len(rows) > length and how["overlong"] != "split":
             rows = rows[:length] if how["overlong"] == "truncate" else []
-            rows[-1:] = [(*one[:2], IGNORED, one[3]) for one in rows[-1:]]
-        for at in range(0, len(rows), length):
-            piece = sample(rows[at : at + length], {**how, "length": 0})
+            rows[-1:] = [(*x[:2], IGNORED, x[3]) for x in rows[-1:]]
+        for start in range(0, len(rows), length):
+            piece = sample(rows[start : start + length], {**how, "length": 0})
             pieces.append(tuple(zip(*piece.values(), strict=True)))
     held: list[Any] = []
-    for one in found:
-        if isinstance(one, str):
+    for x in samples:
+        if isinstance(x, str):
             continue
-        columns = [*zip(*one.values(), strict=True)]
-        starts = [at for at, row in enumerate(columns) if row[2] == 0]
+        columns = [*zip(*x.values(), strict=True)]
+        starts = [start for start, row in enumerate(columns) if row[2] == 0]
         for start, stop in itertools.pairwise([*starts, length]):
             held.append(tuple(columns[start:stop]))
-    padding = [one for one in held if one[0][0] == PAD]
+    padding = [x for x in held if x[0][0] == PAD]
     assert Counter(held) == Counter(pieces) + Counter(padding)
-    assert all({row[:2] for row in one} == {(PAD, IGNORED)} for one in padding)
+    assert all({row[:2] for row in x} == {(PAD, IGNORED)} for x in padding)
 
 
 def real(count: int, seed: int = 0) -> list[Any]:
@@ -227,36 +230,35 @@ def real(count: int, seed: int = 0) -> list[Any]:
 
 async def test_best_fit_fills_samples() -> None:
     stream = from_iterable(real(2_000)).pack(4_096, "best_fit")
-    found, _ = await pulled(stream, [32])
-    tokens = [token for one in found for token in one["input_ids"]]
+    samples, _ = await pulled(stream, [32])
+    tokens = [token for sample in samples for token in sample["input_ids"]]
     assert np.mean(np.array(tokens) > 0) >= 0.995
 
 
-async def test_windows_are_in_a_keyed_order() -> None:
-    """Epochs, seeds and readers have other orders of the same samples."""
+async def test_best_fit_windows_are_shuffled() -> None:
+    """Each epoch and seed has another order of the same samples."""
     texts = [np.full(4, number) for number in range(1, 41)]
 
     async def order(epoch: int = 0, **how: Any) -> list[int]:
         stream = from_iterable(texts).pack(4, "best_fit", window=20, **how)
         stream.set_epoch(epoch)
-        return [int(one["input_ids"][0]) async for one in stream]
+        return [int(sample["input_ids"][0]) async for sample in stream]
 
     orders = [await order(), await order(1), await order(seed=1)]
     assert await order() == orders[0]
     assert len({*map(tuple, orders)}) == 3
-    for one in orders:
-        assert {*one[:20]} == {*range(1, 21)}
-        assert one[:20] != sorted(one[:20])
+    for numbers in orders:
+        assert {*numbers[:20]} == {*range(1, 21)}
+        assert numbers[:20] != sorted(numbers[:20])
 
 
-async def test_a_pass_continues_the_sample_of_the_one_before() -> None:
+async def test_a_pass_continues_the_open_sample() -> None:
     stream = from_iterable([np.arange(3)]).repeat(4).pack(4)
-    found = [one["input_ids"].tolist() async for one in stream]
-    assert found == [[0, 1, 2, 0], [1, 2, 0, 1], [2, 0, 1, 2]]
+    samples = [sample["input_ids"].tolist() async for sample in stream]
+    assert samples == [[0, 1, 2, 0], [1, 2, 0, 1], [2, 0, 1, 2]]
 
 
-async def test_a_long_document_is_made_as_it_is_pulled() -> None:
-    """Of a million samples, one."""
+async def test_a_long_document_is_packed_as_it_is_pulled() -> None:
     stream = from_iterable([np.zeros(1 << 20, np.int64)]).pack(1)
     async with aiter(stream) as iterator:
         assert len(await iterator.pull(3)) == 3
@@ -269,13 +271,13 @@ async def test_a_long_document_is_made_as_it_is_pulled() -> None:
 @pytest.mark.law
 @pytest.mark.one_loop
 @given(texts(), EITHER, st.lists(st.integers(1, 9), min_size=1, max_size=4))
-async def test_resumes_at_every_sample(
-    some: list[Text], how: Any, limits: list[int]
+async def test_packing_resumes_after_any_sample(
+    drawn: list[Text], how: Any, limits: list[int]
 ) -> None:
-    """However much is pulled at once; other steps are in ``laws``."""
+    """However many samples are pulled at once."""
 
     def made() -> Any:
-        return documents(some).pack(**{**how, "last": "pad"})
+        return documents(drawn).pack(**{**how, "last": "pad"})
 
     whole, _ = await pulled(made(), [5])
     for count in range(min(len(whole), 20) + 1):
@@ -285,7 +287,7 @@ async def test_resumes_at_every_sample(
         assert head + middle + rest == whole, count
 
 
-async def test_few_documents_are_read_again() -> None:
+async def test_resuming_reads_few_documents_again() -> None:
     """Those of the open sample, and at most 64."""
     seen: list[int] = []
 
@@ -305,15 +307,15 @@ async def test_few_documents_are_read_again() -> None:
 
 
 async def test_states_hold_no_tokens() -> None:
-    """Those of 8 readers are under 8 KB."""
+    """The state of 8 readers has less than 8 KB."""
     for strategy in STRATEGIES:
         stream = from_iterable(real(300)).pack(4_096, strategy).readers(8)
         _, state = await pulled(stream, [8], 40)
         assert len(json.dumps(state)) < 8_000
 
 
-async def test_a_failure_passed_on_is_left_out() -> None:
-    """Also if the document could be made now."""
+async def test_a_delivered_failure_is_not_read_again() -> None:
+    """Even if the document could be read now."""
     refused = {3, 5}
 
     def made(number: int) -> Any:
@@ -333,12 +335,12 @@ async def test_a_failure_passed_on_is_left_out() -> None:
 
 
 @pytest.mark.parametrize("size", [4, 0])
-async def test_another_document_is_refused(size: int) -> None:
+async def test_another_document_is_refused_on_resume(size: int) -> None:
     stream = from_iterable([np.arange(9), np.arange(9)]).pack(5)
     _, state = await pulled(stream, [9], 1)
-    other = from_iterable([np.arange(size), np.arange(9)]).pack(5)
+    changed = from_iterable([np.arange(size), np.arange(9)]).pack(5)
     with pytest.raises(ShardChangedError, match="after 5 tokens of a document that"):
-        await pulled(other, [9], None, state)
+        await pulled(changed, [9], None, state)
 
 
 # -- bad input -----------------------------------------------------------------------
@@ -371,15 +373,15 @@ class Ragged(list[Any]):
     ],
     ids=repr,
 )
-async def test_what_is_no_document_fails_alone(
+async def test_a_bad_document_fails_alone(
     strategy: Any, document: Any, error: type[Exception], words: str
 ) -> None:
     good = np.arange(4)
     stream = from_iterable([good, document, good]).pack(4, strategy, last="pad")
-    found, _ = await read(stream, errors=error)
-    (failure,) = (one for one in found if isinstance(one, error))
-    found.remove(failure)
-    assert [one["input_ids"].tolist() for one in found] == [[0, 1, 2, 3]] * 2
+    samples, _ = await read(stream, errors=error)
+    (failure,) = (sample for sample in samples if isinstance(sample, error))
+    samples.remove(failure)
+    assert [sample["input_ids"].tolist() for sample in samples] == [[0, 1, 2, 3]] * 2
     assert re.search(words, str(failure))
     assert failure.__notes__ == ["aioloader: in 'pack' of the stream"]
 
@@ -397,12 +399,12 @@ async def test_what_is_no_document_fails_alone(
     ids=["concat", "best fit", "unbatch", "filter", "mix", "take"],
 )
 async def test_passes_without_a_sample_are_an_error(chain: Any) -> None:
-    """Not an endless loop, for which other ranks would wait."""
+    """They would be an endless loop, for which other ranks would wait."""
     with pytest.raises(ValueError, match=r"had no samples in|no sample of 8 passes"):
         await anext(aiter(chain(from_iterable([np.zeros(0, int)] * 3).repeat())))
 
 
-async def test_one_sample_of_many_passes() -> None:
+async def test_a_sample_may_span_many_passes() -> None:
     stream = from_iterable([np.array([7]), np.zeros(0, int)]).repeat().pack(50)
     assert (await anext(aiter(stream)))["input_ids"].tolist() == [7] * 50
 
@@ -411,10 +413,10 @@ async def test_one_sample_of_many_passes() -> None:
 
 
 @pytest.mark.parametrize("kind", [np.asarray, torch.tensor])
-async def test_varlen_collate(kind: Any) -> None:
+async def test_varlen_collate_joins_samples(kind: Any) -> None:
     texts = [kind([1, 2, 3]), kind([4, 5, 6, 7]), kind([8])]
     stream = from_iterable(texts).pack(5, last="pad", pad=9)
-    batch = varlen_collate([one async for one in stream])
+    batch = varlen_collate([sample async for sample in stream])
     assert batch["input_ids"].tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9, 9]
     assert batch["labels"].tolist() == [2, 3, -100, 5, 6, 7, -100, -100, -100, -100]
     assert batch["cu_seqlens"].tolist() == [0, 3, 5, 7, 8, 10]
@@ -438,37 +440,37 @@ FOUR, THREE = np.arange(4), np.arange(3)
         ({"input_ids": 0, "position_ids": 0, "n": 0}, KeyError, "sample 1 .*, 'n'"),
     ],
 )
-def test_samples_that_are_not_flat(sample: Any, error: Any, words: str) -> None:
-    """Entries that are missing would shift those of all samples after it."""
+def test_varlen_refuses_uneven_samples(sample: Any, error: Any, words: str) -> None:
+    """Missing entries would shift those of all later samples."""
     good = {"input_ids": FOUR, "position_ids": FOUR}
     with pytest.raises(error, match=words):
         varlen_collate([good, sample, good])
 
 
-def test_a_sample_begins_a_document() -> None:
-    """Also one whose positions begin later, as those of a part of a document."""
-    rows = [{"position_ids": np.array(one, int)} for one in ([5, 6], [], [0, 1, 0])]
+def test_each_sample_starts_a_sequence() -> None:
+    """Even if its positions start later, as those of a part of a document."""
+    rows = [{"position_ids": np.array(p, int)} for p in ([5, 6], [], [0, 1, 0])]
     assert varlen_collate(rows)["cu_seqlens"].tolist() == [0, 2, 4, 5]
-    lists: list[Any] = [{"position_ids": one} for one in ([0], [])]
+    lists: list[Any] = [{"position_ids": p} for p in ([0], [])]
     assert varlen_collate(lists)["position_ids"].dtype == torch.int64
 
 
-def test_samples_without_positions() -> None:
+def test_varlen_collate_needs_positions() -> None:
     with pytest.raises(KeyError, match=r"sample 0 .* needs 'position_ids'"):
         varlen_collate([{"input_ids": FOUR}])
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_loader_makes_flat_batches(num_workers: int) -> None:
-    """Large ones are written where workers send them from."""
+    """Large batches are written directly to the memory that workers send."""
     stream = from_iterable(real(100)).pack(4_096)
     samples = [*DataLoader(stream, None, collate_fn=lambda sample: sample)]
     options: Any = {"num_workers": num_workers, "collate_fn": varlen_collate}
     with DataLoader(stream, 4, **options) as loader:
         batches = [*loader]
     assert len(batches) == -(-len(samples) // 4)
-    for at, batch in enumerate(batches):
-        alone = varlen_collate(samples[4 * at : 4 * at + 4])
+    for i, batch in enumerate(batches):
+        alone = varlen_collate(samples[4 * i : 4 * i + 4])
         assert batch.keys() == alone.keys()
         assert batch["max_seqlen"] == alone["max_seqlen"]
         for name in ("input_ids", "labels", "position_ids", "cu_seqlens"):

@@ -1,4 +1,4 @@
-"""Parquet: what pyarrow reads, from any row on, and filters; damage is an error."""
+"""Parquet: pyarrow's rows, from any row on, and filters; damage is an error."""
 
 import asyncio
 import base64
@@ -12,11 +12,9 @@ from pyarrow import compute as pc
 from pyarrow import parquet as pq
 from pyarrow.parquet import encryption
 
-from aioloader._base.blocks import FailedSample
 from aioloader.datasets import ParquetDataset, write_parquet
 from aioloader.datasets._arrow import files
 from aioloader.datasets._arrow.parquet import ParquetFormat
-from aioloader.datasets._arrow.projection import Filters
 from aioloader.datasets._arrow.ranges import FetchedRanges
 from aioloader.errors import DatasetError, TruncatedReadError
 from datasets.shards import check_resumes, put, read
@@ -44,8 +42,8 @@ def numbered(tmp_path: Path) -> str:
 # -- what is read ------------------------------------------------------------------
 
 
-async def test_columns_of_later_rows(tmp_path: Path) -> None:
-    """A writer takes those of all rows of the first row group, not of the first row."""
+async def test_the_first_row_group_decides_the_columns(tmp_path: Path) -> None:
+    """All of its rows do, not only the first one."""
     schema = pa.schema({"a": pa.int16(), "b": pa.list_(pa.float32())})
     await write_parquet([{"a": 1}, {"b": "x"}], tmp_path / "found")
     rows = pq.read_table(tmp_path / "found/part-000000.parquet").to_pylist()
@@ -66,7 +64,7 @@ async def test_only_wanted_bytes_are_requested(tmp_path: Path) -> None:
     made = ParquetFormat(path, local, columns=["c", "a"])
     assert len(await read_all(made, budget=1 << 22, limit=5000)) == 100_000
     group = pq.read_metadata(path).row_group(0)
-    chunks = [group.column(at) for at in (0, 2)]
+    chunks = [group.column(i) for i in (0, 2)]
     wanted = sorted(
         (chunk.dictionary_page_offset, chunk.dictionary_page_offset
          + chunk.total_compressed_size) for chunk in chunks
@@ -79,11 +77,11 @@ async def test_only_wanted_bytes_are_requested(tmp_path: Path) -> None:
 
 async def test_other_files_may_have_more_columns(numbered: str, tmp_path: Path) -> None:
     table = pa.table({"more": [0.5], "text": ["last"], "n": [50]})
-    other = write(tmp_path / "more.parquet", table)
+    wider = write(tmp_path / "more.parquet", table)
     with pytest.warns(UserWarning, match=r"more.parquet' has columns \['more'\] that"):
-        rows = await read_all(ParquetFormat([numbered, other], Local()))
+        rows = await read_all(ParquetFormat([numbered, wider], Local()))
     assert plain(rows[-1]) == {"n": 50, "text": "last"}
-    named = ParquetFormat([numbered, other], Local(), columns=["n"])
+    named = ParquetFormat([numbered, wider], Local(), columns=["n"])
     assert plain((await read_all(named))[-1]) == {"n": 50}
 
 
@@ -104,8 +102,8 @@ async def test_wrong_columns_are_errors(numbered: str) -> None:
 # -- reading ahead -----------------------------------------------------------------
 
 
-async def test_a_request_that_fails(numbered: str) -> None:
-    """Its own error comes out, not pyarrow's; a short answer is an error too."""
+async def test_failed_and_short_requests_are_raised(numbered: str) -> None:
+    """The store's error is raised, not pyarrow's."""
     for name, error in (("fail_at", DatasetError), ("short_at", TruncatedReadError)):
         local = Local(is_remote=True)
         setattr(local, name, 1)
@@ -132,7 +130,7 @@ async def test_closing_ends_requests_and_threads(numbered: str) -> None:
     await reader.aclose()
 
 
-def test_a_loop_that_is_gone_is_an_error() -> None:
+def test_reading_after_the_loop_has_closed_is_an_error() -> None:
     async def read(_start: int, _stop: int) -> bytes:
         return b""
 
@@ -153,7 +151,7 @@ async def test_a_footer_is_read_once_for_its_row_groups(
     put(numbered + "2", contents(numbered))
     assert len(await read_all(made)) == 100
     assert len(local.spans) == 2 + 6
-    monkeypatch.setattr(files, "_KEPT", 1)
+    monkeypatch.setattr(files, "_CACHE_BYTES", 1)
     local.spans.clear()
     assert len(await read_all(made)) == 100
     assert len(local.spans) == 2 + 6 + 2
@@ -164,7 +162,7 @@ async def test_a_footer_is_read_once_for_its_row_groups(
 
 
 @PLACES
-async def test_damage_names_its_place(is_remote: bool, numbered: str) -> None:
+async def test_damage_names_its_row_group(is_remote: bool, numbered: str) -> None:
     chunk = pq.read_metadata(numbered).row_group(1).column(0)
     flip(numbered, chunk.dictionary_page_offset + chunk.total_compressed_size - 1)
     made = ParquetFormat(numbered, Local(is_remote=is_remote))
@@ -175,7 +173,7 @@ async def test_damage_names_its_place(is_remote: bool, numbered: str) -> None:
     assert len(await read_shard(made, (numbered, 2))) == 10
 
 
-async def test_a_file_that_was_written_anew_is_an_error(numbered: str) -> None:
+async def test_a_missing_row_group_is_an_error(numbered: str) -> None:
     made = ParquetFormat(numbered, Local())
     with pytest.raises(DatasetError, match="has 3 row groups, number 3 is wanted"):
         await read_shard(made, (numbered, 3))
@@ -183,32 +181,32 @@ async def test_a_file_that_was_written_anew_is_an_error(numbered: str) -> None:
 
 @pytest.mark.slow
 async def test_a_damaged_footer_does_not_end_the_process(tmp_path: Path) -> None:
-    """pyarrow lets exceptions of C++ pass where it is asked for columns one by one."""
+    """pyarrow does not catch exceptions of C++ when asked for single columns."""
     path = write(tmp_path / "a.parquet", pa.table({"n": [[1], [2, 3]]}))
     whole = contents(path)
     footer = len(whole) - 8 - int.from_bytes(whole[-8:-4], "little")
     errors = []
-    for at in range(footer + 14, footer + 40):  # where the schema says what is nested
+    for i in range(footer + 14, footer + 40):  # where the schema says what is nested
         for bit in range(8):
             put(path, whole)
-            flip(path, at, bit)
-            found = await outcome(path, Local())
-            errors += [str(found)] if isinstance(found, DatasetError) else []
-    assert any("row group 0 of 'a.parquet' has a footer that" in one for one in errors)
+            flip(path, i, bit)
+            result = await outcome(path, Local())
+            errors += [str(result)] if isinstance(result, DatasetError) else []
+    assert any("row group 0 of 'a.parquet' has a footer that" in e for e in errors)
 
 
-async def test_row_groups_beside_a_damaged_one_are_read(tmp_path: Path) -> None:
-    """If the footer has gone wrong where it speaks of one of them alone."""
+async def test_row_groups_next_to_a_damaged_one_are_read(tmp_path: Path) -> None:
+    """If the footer is damaged only in the part about one of them."""
     path = write(tmp_path / "a.parquet", pa.table({"n": range(50)}))
     whole = contents(path)
     footer = len(whole) - 8 - int.from_bytes(whole[-8:-4], "little")
     lengths: list[Any] = []
-    for at in range(footer + 164, footer + 172):  # where the second one's column is
+    for place in range(footer + 164, footer + 172):  # where the second one's column is
         put(path, whole)
-        flip(path, at, 5)
+        flip(path, place, 5)
         made = ParquetFormat(path, Local())
-        found = [await length_of(made, (path, number)) for number in range(3)]
-        lengths += [found] if "has a footer that" in str(found[1]) else []
+        results = [await length_of(made, (path, number)) for number in range(3)]
+        lengths += [results] if "has a footer that" in str(results[1]) else []
     assert [20, 10] in [[first, last] for first, _, last in lengths]
 
 
@@ -219,15 +217,15 @@ async def length_of(made: ParquetFormat, shard: Any) -> int | str:
         return str(error)
 
 
-async def test_a_file_of_other_files_is_an_error(numbered: str, tmp_path: Path) -> None:
-    """Such as ``_metadata``, which has no columns of its own."""
+async def test_a_metadata_file_is_an_error(numbered: str, tmp_path: Path) -> None:
+    """A ``_metadata`` file has only the columns of other files."""
     metadata = pq.read_metadata(numbered)
     metadata.set_file_path("numbered.parquet")
     path = tmp_path / "_metadata.parquet"
     metadata.write_metadata_file(path)
-    found = await outcome(path, Local())
-    assert isinstance(found, DatasetError)
-    assert "has columns in other files: 'numbered.parquet'" in str(found)
+    error = await outcome(path, Local())
+    assert isinstance(error, DatasetError)
+    assert "has columns in other files: 'numbered.parquet'" in str(error)
 
 
 # -- small row groups, which are decoded together -------------------------------------
@@ -241,29 +239,17 @@ def small(tmp_path: Path) -> str:
     return write(tmp_path / "small.parquet", table, rows=ROWS)
 
 
-async def numbers(made: ParquetDataset) -> list[Any]:
-    found: list[Any] = []
-    async with aiter(made) as rows:
-        while len(block := await rows.pull(64)):
-            found += [
-                row if isinstance(row, FailedSample) else int(row["n"]) for row in block
-            ]
-    return found
-
-
-async def test_only_the_damaged_one_is_lost(small: str) -> None:
+async def test_only_the_damaged_row_group_is_lost(small: str) -> None:
     chunk = pq.read_metadata(small).row_group(7).column(1)
     data = bytearray(contents(small))
     data[chunk.dictionary_page_offset + chunk.total_compressed_size - 8] ^= 255
     put(small, data)
-    found = await numbers(ParquetDataset(small))
-    (at,) = [at for at, row in enumerate(found) if isinstance(row, FailedSample)]
-    assert at == 7 * ROWS
-    assert isinstance(found[at].error, DatasetError)
-    assert "row group 7" in str(found[at].error)
-    del found[at]
+    rows, _ = await read(ParquetDataset(small), errors=DatasetError)
+    assert "row group 7" in str(rows.pop(7 * ROWS))
     lost = range(7 * ROWS, 8 * ROWS)
-    assert found == [n for n in range(GROUPS * ROWS) if n not in lost]
+    assert [row["n"] for row in rows] == [
+        n for n in range(GROUPS * ROWS) if n not in lost
+    ]
 
 
 # -- filters: row groups are skipped by statistics -------------------------------------
@@ -296,7 +282,7 @@ def hundred(tmp_path: Path) -> str:
     ((N + 1) * 2 == 84, [0, 1, 2, 3, 4]),
     ([("n", "in", {-1, 1000})], []),
 ])  # fmt: skip
-async def test_reads_what_pyarrow_reads(
+async def test_filters_keep_the_rows_that_pyarrow_keeps(
     filters: Any, groups: list[int], is_remote: bool, hundred: str
 ) -> None:
     for columns in (None, ["text"]):
@@ -309,15 +295,14 @@ async def test_reads_what_pyarrow_reads(
         assert plain(rows) == expected(table)
 
 
-async def test_what_is_skipped_is_not_requested(hundred: str) -> None:
-    """Its footer apart; it is no shard."""
+async def test_skipped_row_groups_are_no_shards(hundred: str) -> None:
     local = Local(is_remote=True)
     made = ParquetFormat(hundred, local, filters=N >= 80)
     assert await shards(made) == [[hundred, 4]]
 
 
 @pytest.mark.slow
-async def test_a_stream_goes_on_where_it_was(hundred: str) -> None:
+async def test_a_filtered_stream_resumes_after_any_row(hundred: str) -> None:
     made = ParquetDataset(
         hundred, filters=[("text", "!=", "5")], shuffle=True, interleave=3
     )
@@ -328,27 +313,27 @@ async def test_a_stream_goes_on_where_it_was(hundred: str) -> None:
     await check_resumes(made, whole, range(0, len(whole), 7))
 
 
-async def test_nothing_is_left(hundred: str) -> None:
+async def test_filters_may_leave_no_rows(hundred: str) -> None:
     made = ParquetDataset(hundred, filters=N < 0)
     assert (await read(made))[0] == []
     for rank in range(5):
         assert (await read(made.shard(rank, 5)))[0] == []
 
 
-async def test_what_is_left_is_cut(hundred: str) -> None:
-    """Each reader has some, where more shards than readers have nothing."""
+async def test_remaining_row_groups_are_cut_for_readers(hundred: str) -> None:
+    """Each reader gets rows, although fewer row groups remain than readers."""
     made = ParquetDataset(hundred, filters=N >= 60)  # two row groups of five
     parts = [(await read(made.shard(rank, 4)))[0] for rank in range(4)]
-    found = [[row["n"] for row in part] for part in parts]
-    assert sum(found, []) == [*range(60, 100)]  # noqa: RUF017
-    assert min(map(len, found)) > 0
+    numbers = [[row["n"] for row in part] for part in parts]
+    assert sum(numbers, []) == [*range(60, 100)]  # noqa: RUF017
+    assert min(map(len, numbers)) > 0
 
 
-async def test_files_whose_types_differ(tmp_path: Path) -> None:
-    """Statistics of another type are no reason to skip; rows are compared unified."""
+async def test_filters_compare_unified_types(tmp_path: Path) -> None:
+    """Statistics of another type skip nothing."""
     paths = [
-        write(tmp_path / f"{at}.parquet", pa.table({"n": column, "id": [at, at]}))
-        for at, column in enumerate(
+        write(tmp_path / f"{i}.parquet", pa.table({"n": column, "id": [i, i]}))
+        for i, column in enumerate(
             [
                 pa.array([1, 5], pa.int32()),
                 pa.array([2.5, 7.5]),
@@ -366,7 +351,7 @@ async def test_files_whose_types_differ(tmp_path: Path) -> None:
         assert plain(await read_all(made)) == kept.to_pylist()
 
 
-async def test_a_filter_of_a_column_that_a_file_lacks(tmp_path: Path) -> None:
+async def test_filters_of_missing_columns_need_a_schema(tmp_path: Path) -> None:
     a = write(tmp_path / "a.parquet", pa.table({"n": [1, 2], "id": [0, 1]}))
     b = write(tmp_path / "b.parquet", pa.table({"id": [2, 3]}))
     with pytest.raises(DatasetError, match=r"'b\.parquet' has no column 'n'"):
@@ -384,7 +369,7 @@ async def test_nulls_are_replaced_after_the_filter(hundred: str) -> None:
     assert await read_all(made) == [{"text": ""}] * 10
 
 
-async def test_damaged_text_among_filtered_rows(tmp_path: Path) -> None:
+async def test_damaged_text_fails_alone_when_filtering(tmp_path: Path) -> None:
     table = pa.table({"n": range(6), "s": ["aa", "bb", "cc", "dd", "ee", "ff"]})
     path = write(tmp_path / "a.parquet", table, use_dictionary=False,
                  compression="none", write_page_checksum=False)  # fmt: skip
@@ -397,26 +382,26 @@ async def test_damaged_text_among_filtered_rows(tmp_path: Path) -> None:
     assert "row 2" in str(rows[2].error)
 
 
-def test_a_state_is_bound_to_all_of_a_long_list() -> None:
-    """pyarrow shows its ends; and sets have no order."""
+def test_descriptions_hold_whole_lists_of_filters() -> None:
+    """pyarrow shortens them in its repr; sets are sorted."""
     values = [*range(100)]
-    others = [*range(50), 777, *range(51, 100)]
+    changed = [*range(50), 777, *range(51, 100)]
     first, second, third = (
         ParquetDataset("x", filters=filters).describe()["filters"]
         for filters in (
             pc.field("n").isin(values),
-            pc.field("n").isin(others),
+            pc.field("n").isin(changed),
             pc.field("n").isin(list(values)),
         )
     )
     assert first != second
     assert first == third
-    words = [{"b", "a", "c"}, frozenset(("c", "b", "a"))]
-    shown = [Filters([("s", "in", one)]).describe() for one in words]
-    assert shown[0] == shown[1] == Filters([("s", "in", ["a", "b", "c"])]).describe()
+    words: list[Any] = [{"b", "a", "c"}, frozenset(("c", "b", "a")), ["a", "b", "c"]]
+    shown = [ParquetDataset("x", filters=[("s", "in", w)]).describe() for w in words]
+    assert shown[0]["filters"] == shown[1]["filters"] == shown[2]["filters"]
 
 
-async def test_filters_that_do_not_suit(hundred: str) -> None:
+async def test_filters_that_do_not_fit_the_columns_fail(hundred: str) -> None:
     for filters in ([("z", ">", 1)], [("text", ">", 1)]):
         with pytest.raises(ValueError, match=r"filters=.* do not fit the columns n, t"):
             await shards(ParquetFormat(hundred, Local(), filters=filters))
@@ -427,8 +412,8 @@ class Keys(encryption.KmsClient):  # type: ignore[misc]
         return base64.b64encode(key)
 
 
-async def test_encrypted_columns(tmp_path: Path) -> None:
-    """They are not called damaged, and a filter on them does not end the process."""
+async def test_encrypted_columns_are_reported_as_such(tmp_path: Path) -> None:
+    """Other columns can be read; a filter on them does not crash the process."""
     factory = encryption.CryptoFactory(lambda _: Keys())
     how = encryption.EncryptionConfiguration("f", column_keys={"k": ["b"]})
     how.plaintext_footer, how.double_wrapping = True, False

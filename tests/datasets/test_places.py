@@ -47,14 +47,14 @@ def shards(folder: Path) -> dict[str, bytes]:
 
 
 def big_shard(samples: int, size: int) -> bytes:
-    """Return a tar of samples of that many bytes, each with its number in it."""
+    """Return a tar of samples of ``size`` bytes, each filled with its number."""
     return archive(
         Member(f"{number:06}.bin", number.to_bytes(8, "little") * (size // 8))
         for number in range(samples)
     )
 
 
-async def test_https(tmp_path: Path) -> None:
+async def test_https_certificates_are_checked(tmp_path: Path) -> None:
     authority = trustme.CA()
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     authority.issue_cert("127.0.0.1").configure_cert(context)
@@ -73,8 +73,8 @@ async def test_https(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("hedge", [False, True])
-async def test_a_store_that_fails_often(seed: int, hedge: bool) -> None:
-    objects = {f"{at}.tar": big_shard(150, 8000) for at in range(12)}
+async def test_frequent_store_failures_lose_no_sample(seed: int, hedge: bool) -> None:
+    objects = {f"{i}.tar": big_shard(150, 8000) for i in range(12)}
     faults = Faults(errors=0.05, resets=0.05, truncated=0.05, hangs=0.01, seed=seed)
     policy = Requests(timeout=0.5, deadline=20, base_delay=0.001, hedge=hedge)
     with ObjectServer(objects, faults=faults) as server:
@@ -83,15 +83,15 @@ async def test_a_store_that_fails_often(seed: int, hedge: bool) -> None:
         loader: Any = DataLoader(stream, 64, collate_fn=list)
         batches = await beside(lambda: list(loader))
         assert sum(server.injected().values()) > 5
-    found = [(s["__url__"], int(s["__key__"])) for b in batches for s in b]
-    assert len(found) == len(set(found)) == 12 * 150
+    samples = [(s["__url__"], int(s["__key__"])) for b in batches for s in b]
+    assert len(samples) == len(set(samples)) == 12 * 150
     for batch in batches:
         for sample in batch:
             body = int(sample["__key__"]).to_bytes(8, "little") * 1000
             assert sample["bin"] == body
 
 
-async def test_what_is_not_there_is_told_at_once() -> None:
+async def test_missing_objects_are_not_retried() -> None:
     with ObjectServer({}) as server:
         stream = TarDataset("{a,b}.tar", store=server.url)
         iterator = aiter(stream)
@@ -106,13 +106,13 @@ async def test_what_is_not_there_is_told_at_once() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_far", [True, False])
-async def test_a_near_store_is_asked_for_less_than_the_budget(
+async def test_near_stores_are_read_less_far_ahead(
     is_far: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # However quickly this machine answers.
+    # Whatever the latency of this machine.
     monkeypatch.setattr(stored_bytes, "_FAR", 0.0 if is_far else math.inf)
     body = big_shard(1500, 8000)
-    with ObjectServer({f"{at}.tar": body for at in range(4)}) as server:
+    with ObjectServer({f"{i}.tar": body for i in range(4)}) as server:
         stream = TarDataset(
             "{0..3}.tar", store=server.url, interleave=4, max_bytes=4 << 20
         )
@@ -128,33 +128,33 @@ async def test_a_near_store_is_asked_for_less_than_the_budget(
                 return counts.in_flight == 0 and (counts.bytes > 3 << 20) is is_far
 
             await asyncio.to_thread(server.wait_for, is_idle)
-            assert server.counts().bytes <= 5 << 20  # pieces that were cut are more
+            assert server.counts().bytes <= 5 << 20  # with pieces that were cut
             assert len([sample async for sample in iterator]) == 6000 - 80
 
 
 async def test_small_shards_are_requested_far_ahead() -> None:
-    """One after the other they would cost the time of a request each."""
-    shards = {f"{at:02}.tar": big_shard(4, 100_000) for at in range(30)}
+    """One after another, each would cost the time of a request."""
+    shards = {f"{i:02}.tar": big_shard(4, 100_000) for i in range(30)}
     budget = 8 << 20  # of which four are for what comes after the first shard
     with ObjectServer(shards) as server:
         stream = TarDataset("{00..29}.tar", store=server.url, max_bytes=budget)
         async with aiter(stream) as iterator:
-            found = [(await anext(iterator))["__key__"]]
+            keys = [(await anext(iterator))["__key__"]]
 
             def are_requested() -> bool:
-                return all(server.counts(f"0{at}.tar").requests for at in range(5))
+                return all(server.counts(f"0{i}.tar").requests for i in range(5))
 
             await asyncio.to_thread(server.wait_for, are_requested)
             assert server.counts().bytes <= budget
-            found += [sample["__key__"] async for sample in iterator]
-    assert found == [f"{at:06}" for at in range(4)] * 30
+            keys += [sample["__key__"] async for sample in iterator]
+    assert keys == [f"{i:06}" for i in range(4)] * 30
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first", [50, 1])
 async def test_large_shards_are_begun_one_by_one(first: int) -> None:
     size, each, budget = 100_000, 20, 4 << 20
-    shards = {f"{at:02}.tar": big_shard(each, size) for at in range(20)}
+    shards = {f"{i:02}.tar": big_shard(each, size) for i in range(20)}
     shards["00.tar"] = big_shard(first, size)
     with ObjectServer(shards) as server:
         stream = TarDataset("{00..19}.tar", store=server.url, max_bytes=budget)
@@ -163,7 +163,7 @@ async def test_large_shards_are_begun_one_by_one(first: int) -> None:
                 await anext(iterator)
                 idle = partial(server.wait_for, lambda: server.counts().in_flight == 0)
                 await asyncio.to_thread(idle)
-                # A piece of a quarter of the budget has been cut, and is not yet taken.
+                # Plus a piece of a quarter of the budget, cut but not delivered.
                 held = server.counts().bytes - taken * size
                 assert held <= 1.25 * budget, taken
 
@@ -172,13 +172,13 @@ async def test_large_shards_are_begun_one_by_one(first: int) -> None:
 
 
 def bodies(server: ObjectServer) -> int:
-    """Return how many bytes were served, but for the looks at versions."""
+    """Return how many bytes were served, except one for each look at a version."""
     counts = server.counts()
     return counts.bytes - counts.requests
 
 
 @pytest.mark.slow
-async def test_the_second_epoch_is_local(tmp_path: Path) -> None:
+async def test_a_cached_epoch_requests_only_versions(tmp_path: Path) -> None:
     with ObjectServer(shards(tmp_path)) as server:
         cache = tmp_path / "cache"
 
@@ -201,16 +201,16 @@ async def test_the_second_epoch_is_local(tmp_path: Path) -> None:
         assert bodies(server) <= served + 8
 
 
-async def test_two_loops_at_once(tmp_path: Path) -> None:
+async def test_two_loops_share_a_cache(tmp_path: Path) -> None:
     with ObjectServer(shards(tmp_path)) as server:
         stream = TarDataset("{0..7}.tar", store=server.url).cache(tmp_path / "cache")
-        other = asyncio.to_thread(lambda: asyncio.run(names(stream)))
-        found = await asyncio.gather(names(stream), other)
-    assert list(found) == [NAMES, NAMES]
+        thread = asyncio.to_thread(lambda: asyncio.run(names(stream)))
+        results = await asyncio.gather(names(stream), thread)
+    assert list(results) == [NAMES, NAMES]
 
 
-async def test_stores_in_memory_are_not_mixed_up(tmp_path: Path) -> None:
-    """They all have the same name, and count their versions from zero."""
+async def test_a_cache_does_not_mix_up_stores_in_memory(tmp_path: Path) -> None:
+    """All have the same name, and count their versions from zero."""
     for text in (b"one", b"two"):
         store = MemoryStore()
         store.put("a.txt", text)
@@ -219,17 +219,17 @@ async def test_stores_in_memory_are_not_mixed_up(tmp_path: Path) -> None:
 
 
 def table_bytes(rows: int, ending: str = "parquet") -> bytes:
-    """Return a file of two parts and four columns."""
+    """Return a file of two row groups or batches, with four columns."""
     columns = {name: np.random.default_rng(0).random(rows) for name in "abcd"}
     return bytes_of(pa.table(columns), ending, rows // 2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [ParquetDataset, ArrowDataset])
-async def test_tables_through_a_cache(tmp_path: Path, make: Any) -> None:
-    """No more is read than without it, and in a warm epoch nothing is asked for."""
+async def test_a_cache_costs_tables_no_bytes(tmp_path: Path, make: Any) -> None:
+    """No more is read than without it, and a warm epoch makes no request."""
     body = table_bytes(16_000, "parquet" if make is ParquetDataset else "arrow")
-    with ObjectServer({f"{at}.x": body for at in range(2)}) as server:
+    with ObjectServer({f"{i}.x": body for i in range(2)}) as server:
 
         async def epoch(**options: Any) -> int:
             stream = make("{0..1}.x", store=server.url, columns=["b"], **options)
@@ -245,8 +245,8 @@ async def test_tables_through_a_cache(tmp_path: Path, make: Any) -> None:
         assert server.counts().requests == requests
 
 
-async def test_a_table_that_changes_behind_its_cache(tmp_path: Path) -> None:
-    """What is not kept is not mixed with what is; then it is read anew."""
+async def test_a_changed_table_is_not_mixed_with_its_cache(tmp_path: Path) -> None:
+    """The next iteration reads it again."""
     with ObjectServer({"a.x": table_bytes(100)}) as server:
         options: Any = {"store": server.url, "cache": tmp_path}
         await read(ParquetDataset("a.x", columns=["a"], **options))
@@ -264,7 +264,7 @@ async def test_a_table_that_changes_behind_its_cache(tmp_path: Path) -> None:
         (TextDataset, {"has_ranges": False}, "has no ranges"),
     ],
 )
-async def test_what_cannot_be_kept(
+async def test_uncacheable_answers_warn_once(
     tmp_path: Path, options: Any, words: str, kind: Any
 ) -> None:
     body = b"a\n" * 9 if kind is TextDataset else table_bytes(9)
@@ -281,7 +281,7 @@ async def test_what_cannot_be_kept(
 
 @pytest.mark.parametrize("kind", ["parquet", "arrow"])
 async def test_tables_need_a_server_with_ranges(kind: str) -> None:
-    """The error says so at once, and what to do."""
+    """The error comes at once, and says what to do."""
     made: Any = ParquetDataset if kind == "parquet" else ArrowDataset
     body = bytes_of(pa.table({"n": range(50)}), kind, 20)
     with ChangingServer(body, tags="date", has_ranges=False) as server:
@@ -293,7 +293,7 @@ async def test_tables_need_a_server_with_ranges(kind: str) -> None:
 # -- what a resumed stream reads again, as docs/guides/shards.md has it ----------------
 
 MB = 1 << 20
-# A shard that several requests read, and one that a single request does.
+# Samples of a shard that takes several requests, and of one that takes one.
 LARGE, SMALL = 2_400, 100
 SAMPLE = 10_000
 
@@ -311,7 +311,7 @@ def tar(count: int) -> bytes:
 
 
 def packed(count: int) -> bytes:
-    """Lines that do not compress."""
+    """Return lines that do not compress."""
     noise = np.random.default_rng(0)
     rows = (noise.bytes(SAMPLE // 2).hex().encode() + b"\n" for _ in range(count))
     return gzip.compress(b"".join(rows), 1)
@@ -322,7 +322,7 @@ def arrow(count: int, ending: str = "arrow") -> bytes:
 
 
 def parquet(count: int) -> bytes:
-    """Four row groups."""
+    """Return four row groups."""
     table, plain = pa.table({"body": [b"x" * SAMPLE] * count}), {"compression": "none"}
     return bytes_of(table, "parquet", count // 4, use_dictionary=False, **plain)
 
@@ -361,33 +361,33 @@ OWN: Any = partial(ByteStream, make=own_format.records)
     ("stream", "make"),
     [(TextDataset, lines), (TarDataset, tar), (ArrowDataset, arrow), (OWN, records)],
 )
-def test_up_to_eight_megabytes(
+def test_resuming_reads_at_most_8_mb_again(
     stream: Any, make: Callable[[int], bytes], share: float
 ) -> None:
     data = make(LARGE)
-    before, open_one = read_after_resuming(stream, data, share)
-    assert before < MB  # of Arrow files the footers
-    assert open_one <= (1 - share) * len(data) + 8 * MB + 4 * SAMPLE
+    before, current = read_after_resuming(stream, data, share)
+    assert before < MB  # the footers of Arrow files
+    assert current <= (1 - share) * len(data) + 8 * MB + 4 * SAMPLE
 
 
 @pytest.mark.slow
-def test_the_row_group() -> None:
+def test_resuming_parquet_reads_a_row_group_again() -> None:
     data = parquet(LARGE)
-    before, open_one = read_after_resuming(ParquetDataset, data, 0.6)
+    before, current = read_after_resuming(ParquetDataset, data, 0.6)
     assert before < MB
-    assert len(data) / 2 < open_one < len(data) * 0.55
+    assert len(data) / 2 < current < len(data) * 0.55
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("least", "rest"), [(None, 0.41), (1000, 0.245)])
-def test_a_block_of_csv(least: int | None, rest: float) -> None:
-    """Also where a filter leaves out rows."""
+def test_resuming_csv_reads_a_block_again(least: int | None, rest: float) -> None:
+    """Also if a filter drops rows."""
     data = b"n,s\n" + b"".join(b"%d,%s\n" % (n, b"x" * SAMPLE) for n in range(LARGE))
     filters = None if least is None else [("n", ">", least)]
     make = partial(CSVDataset, filters=filters)
-    before, open_one = read_after_resuming(make, data, 0.6)
+    before, current = read_after_resuming(make, data, 0.6)
     assert before < MB
-    assert open_one < rest * len(data) + 2 * 2**18  # one block, and the first lines
+    assert current < rest * len(data) + 2 * 2**18  # one block, and the first lines
 
 
 @pytest.mark.parametrize(
@@ -395,22 +395,22 @@ def test_a_block_of_csv(least: int | None, rest: float) -> None:
     [(TextDataset, packed, ".gz"), (ArrowDataset, partial(arrow, ending="arrows"), "")],
     ids=["gzip", "arrow stream"],
 )
-def test_the_shard_from_its_start(
+def test_unseekable_shards_are_read_again_from_the_start(
     stream: Any, make: Callable[[int], bytes], ending: str
 ) -> None:
     data = make(SMALL)
-    _, open_one = read_after_resuming(stream, data, 0.8, ending)
-    assert open_one >= len(data)
+    _, current = read_after_resuming(stream, data, 0.8, ending)
+    assert current >= len(data)
 
 
 @pytest.mark.slow
-def test_the_window() -> None:
-    """Of 2,000 samples: 2,400 of 4,800 are before it, and 600 were delivered of it."""
+def test_resuming_a_shuffle_reads_its_window_again() -> None:
+    """Of 2,000 samples: 2,400 of 4,800 come before it, and 600 of it were delivered."""
 
     def stream(address: str) -> Any:
         return TextDataset(address).shuffle(2_000)
 
     _, unshuffled = read_after_resuming(TextDataset, lines(LARGE), 0.6)
-    before, open_one = read_after_resuming(stream, lines(LARGE), 0.6)
-    again = before + open_one - unshuffled
+    before, current = read_after_resuming(stream, lines(LARGE), 0.6)
+    again = before + current - unshuffled
     assert 0 < again <= 2_000 * SAMPLE + 8 * MB

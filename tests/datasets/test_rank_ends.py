@@ -1,4 +1,4 @@
-"""Ranks of a stream of unknown length end together, or somebody has said otherwise."""
+"""Ranks of a stream of unknown length end together, unless ``tail`` says otherwise."""
 
 import asyncio
 import itertools
@@ -29,7 +29,7 @@ dist: Any = torch.distributed
 
 
 def a_store() -> Any:
-    """Return a store that workers can reach too."""
+    """Return a store that workers can reach, too."""
     return dist.TCPStore(
         "127.0.0.1", 0, is_master=True, wait_for_workers=False, use_libuv=False
     )
@@ -43,7 +43,7 @@ def loader_of(
 
 
 def side_by_side(job: Any, ranks: int) -> list[Any]:
-    """Return what a function of the rank gives, called for all ranks at once."""
+    """Call a function of the rank for all ranks at once; return the results."""
     with ThreadPoolExecutor(ranks) as pool:
         return list(pool.map(job, range(ranks)))
 
@@ -59,7 +59,7 @@ def read_all(stream: Any, ranks: int, **options: Any) -> list[list[Any]]:
 
 
 def masked(batches: list[Any]) -> list[Any]:
-    """Return the samples of padded batches that are no padding."""
+    """Return the samples of padded batches without the padding."""
     return [
         sample
         for batch, mask in batches
@@ -91,7 +91,7 @@ def test_a_finite_stream_needs_a_tail() -> None:
             aiter(loader)
 
 
-def test_what_needs_no_tail() -> None:
+def test_endless_or_fixed_epochs_need_no_tail() -> None:
     for stream, options in (
         (numbers().repeat().shuffle(3).map(abs), {}),
         (numbers().mix(numbers().repeat()), {}),
@@ -115,7 +115,7 @@ def test_a_tail_needs_a_store(tail: Any) -> None:
 
 
 def check_law(stream: Any, ranks: int, **options: Any) -> None:
-    """See that all end with the first rank or the last, and what they have then."""
+    """Check that all ranks end with the first or the last one, and their samples."""
     uneven = read_all(stream, ranks, tail="uneven", **options)
     lengths = [len(batches) for batches in uneven]
     dropped = read_all(stream, ranks, tail="drop", **options)
@@ -132,7 +132,7 @@ def check_law(stream: Any, ranks: int, **options: Any) -> None:
         assert [batch for batch, _ in real] == full
         assert sorted(masked(real)) == own
         assert {*itertools.chain(*full)} == {*own}
-    assert [len(one) for one in wrapped + padded] == [max(lengths)] * 2 * ranks
+    assert [len(batches) for batches in wrapped + padded] == [max(lengths)] * 2 * ranks
 
 
 def parts(counts: list[int]) -> Any:
@@ -153,7 +153,7 @@ COUNTS = st.lists(st.integers(0, 25), min_size=2, max_size=4)
 @given(
     COUNTS, st.integers(1, 5), st.sampled_from([1, 3, 64]), st.sampled_from([None, 2])
 )
-def test_any_layout(
+def test_tails_end_ranks_together_in_any_layout(
     counts: list[int], size: int, window: int, ahead: int | None
 ) -> None:
     stream = parts(counts).shuffle(window)
@@ -161,13 +161,13 @@ def test_any_layout(
 
 
 @pytest.mark.parametrize("readers", [None, 6])
-def test_shards(readers: int | None, tmp_path: Path) -> None:
+def test_tails_hold_for_shuffled_shards(readers: int | None, tmp_path: Path) -> None:
     stream = lines(tmp_path, shuffle=True, interleave=3)
     stream = stream if readers is None else stream.readers(readers)
     check_law(stream, 3, batch_size=4)
 
 
-def test_steps_after_epoch_length() -> None:
+def test_tails_hold_for_steps_after_epoch_length() -> None:
     """They make the length of an epoch unknown again."""
     stream = numbers(100).epoch_length(61).filter(lambda number: number % 5)
     check_law(stream, 2, batch_size=4)
@@ -175,21 +175,21 @@ def test_steps_after_epoch_length() -> None:
 
 @pytest.mark.parametrize("fetch", ["loader", "workers"])
 @pytest.mark.parametrize("in_order", [True, False])
-def test_workers(fetch: str, in_order: bool, tmp_path: Path) -> None:
+def test_tails_hold_with_workers(fetch: str, in_order: bool, tmp_path: Path) -> None:
     stream = lines(tmp_path, interleave=4)
     options: Any = {"num_workers": 2, "fetch": fetch, "in_order": in_order}
 
-    def found(tail: str) -> list[list[Any]]:
+    def delivered(tail: str) -> list[list[Any]]:
         return read_all(stream, 2, batch_size=3, tail=tail, **options)
 
-    uneven, padded = found("uneven"), found("pad")
-    assert [len(one) for one in padded] == [max(map(len, uneven))] * 2
-    every = [sample for batches in uneven for one in batches for sample in one]
+    uneven, padded = delivered("uneven"), delivered("pad")
+    assert [len(batch) for batch in padded] == [max(map(len, uneven))] * 2
+    every = [sample for batches in uneven for batch in batches for sample in batch]
     assert sorted([*masked(padded[0]), *masked(padded[1])]) == sorted(every)
 
 
 @TAILS
-def test_several_epochs_and_no_keys_left(tail: Any) -> None:
+def test_epochs_leave_no_keys_in_the_store(tail: Any) -> None:
     store = dist.HashStore()
 
     def read(rank: int) -> list[int]:
@@ -203,7 +203,7 @@ def test_several_epochs_and_no_keys_left(tail: Any) -> None:
         assert store.num_keys() == 0
 
 
-def test_tasks(tmp_path: Path) -> None:
+def test_ranks_may_iterate_asynchronously(tmp_path: Path) -> None:
     stream, store = lines(tmp_path), dist.HashStore()
 
     def read(rank: int) -> list[Any]:
@@ -216,12 +216,12 @@ def test_tasks(tmp_path: Path) -> None:
         return asyncio.run(all_of())
 
     whole = read_all(stream, 3, tail="pad", batch_size=4)  # imports what is needed
-    found = side_by_side(read, 3)
-    assert [plain(rank) for rank in found] == [plain(rank) for rank in whole]
+    delivered = side_by_side(read, 3)
+    assert [plain(rank) for rank in delivered] == [plain(rank) for rank in whole]
 
 
-def test_a_last_batch_that_is_taken_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It counts, though its rank ends before the thread that made it goes on."""
+def test_a_quickly_taken_last_batch_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even if its rank ends before the thread that made it continues."""
     hand_over, end_here = ReadyQueue.put, EvenedQueue.end_here
     ended = {f"rank {rank} of 2": threading.Event() for rank in range(2)}
 
@@ -236,62 +236,60 @@ def test_a_last_batch_that_is_taken_at_once(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(ReadyQueue, "put", waits)
     monkeypatch.setattr(EvenedQueue, "end_here", notes)
-    found = read_all(numbers(8).map(abs), 2, tail="pad", batch_size=2)
-    assert [masked(batches) for batches in found] == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    delivered = read_all(numbers(8).map(abs), 2, tail="pad", batch_size=2)
+    assert [masked(batches) for batches in delivered] == [[0, 2, 4, 6], [1, 3, 5, 7]]
 
 
 # -- resume ---------------------------------------------------------------------------
 
 
 def left(
-    stream: Any, ranks: int, at: int, states: list[Any] | None = None, **options: Any
+    stream: Any, ranks: int, stop: int, states: list[Any] | None = None, **options: Any
 ) -> tuple[list[Any], list[Any]]:
-    """Return what each rank delivers until batch ``at`` and its state there."""
+    """Return each rank's batches before ``stop``, and its state there."""
     store = dist.HashStore()
 
     def read(rank: int) -> tuple[list[Any], Any]:
         with loader_of(stream, store, rank, ranks, **options) as loader:
             if states is not None:
                 loader.load_state_dict(states[rank])
-            found = list(itertools.islice(loader, at))
-            barrier.wait()  # none leaves before all have what they need
-            return found, json.loads(json.dumps(loader.state_dict()))
+            batches = list(itertools.islice(loader, stop))
+            barrier.wait()  # all ranks read before any leaves
+            return batches, json.loads(json.dumps(loader.state_dict()))
 
     barrier = threading.Barrier(ranks)
     both = side_by_side(read, ranks)
-    return [found for found, _ in both], [state for _, state in both]
+    return [batches for batches, _ in both], [state for _, state in both]
 
 
 def plain(batches: list[Any]) -> Any:
-    return [
-        (one[0], one[1].tolist()) if isinstance(one, tuple) else one for one in batches
-    ]
+    return [(x[0], x[1].tolist()) if isinstance(x, tuple) else x for x in batches]
 
 
 @TAILS
-@pytest.mark.parametrize("at", [0, 1, 3, 4, 6])
-def test_resume(tail: Any, at: int) -> None:
+@pytest.mark.parametrize("stop", [0, 1, 3, 4, 6])
+def test_tails_resume_after_any_batch(tail: Any, stop: int) -> None:
     options: Any = {"tail": tail, "batch_size": 2}
     stream = parts([5, 12, 7]).shuffle(2)
 
     whole = read_all(stream, 3, **options)
-    at = min(at, len(whole[0]))  # after it, the next epoch begins
-    before, states = left(stream, 3, at, **options)
+    stop = min(stop, len(whole[0]))  # after it, the next epoch begins
+    before, states = left(stream, 3, stop, **options)
     after, _ = left(stream, 3, 100, states, **options)
     for rank in range(3):
         assert plain(before[rank] + after[rank]) == plain(whole[rank])
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_resume_on_other_ranks(ranks: int) -> None:
+def test_a_padded_epoch_resumes_on_other_ranks(ranks: int) -> None:
     stream = numbers(61).readers(4)
 
     before, states = left(stream, 2, 5, tail="pad", batch_size=4)
     state = merge_states(states)
     options: Any = {"tail": "pad", "batch_size": 8 // ranks}
     after, _ = left(stream, ranks, 100, [state] * ranks, **options)
-    found = [one for rank in before + after for one in masked(rank)]
-    assert sorted(found) == [*range(61)]
+    samples = [sample for rank in before + after for sample in masked(rank)]
+    assert sorted(samples) == [*range(61)]
     assert len({len(rank) for rank in after}) == 1
 
 
@@ -299,8 +297,8 @@ def test_resume_on_other_ranks(ranks: int) -> None:
 
 
 @pytest.mark.parametrize("tail", ["wrap", "pad"])
-def test_a_rank_without_samples(tail: Any) -> None:
-    """It has nothing to repeat; with ``"drop"`` nobody has a batch."""
+def test_a_rank_without_samples_is_an_error(tail: Any) -> None:
+    """It has nothing to repeat; with ``"drop"`` no rank has a batch."""
 
     with pytest.raises(ValueError, match="rank 0 of 2 has no samples"):
         read_all(parts([0, 4]), 2, tail=tail)
@@ -308,7 +306,7 @@ def test_a_rank_without_samples(tail: Any) -> None:
     assert read_all(parts([0, 0]), 2, tail=tail) == [[], []]
 
 
-def test_a_rank_that_leaves() -> None:
+def test_a_rank_that_leaves_is_an_error() -> None:
     store = dist.HashStore()
 
     def read(rank: int) -> Any:
@@ -320,7 +318,7 @@ def test_a_rank_that_leaves() -> None:
 
 
 @pytest.mark.parametrize("own", [True, False])
-def test_a_rank_that_does_not_come(own: bool) -> None:
+def test_a_rank_that_does_not_come_is_a_timeout(own: bool) -> None:
     stream = numbers().agree(a_store(), timeout=0.3 if own else 30)
     options: Any = {"timeout": 0 if own else 0.3, "rank": 0, "world_size": 3}
 
@@ -332,15 +330,15 @@ def test_a_rank_that_does_not_come(own: bool) -> None:
 
 @pytest.mark.parametrize("samples", [2, 4, 61])
 @pytest.mark.parametrize("tail", ["drop", "wrap", "pad"])
-def test_ranks_at_different_places(tail: Any, samples: int) -> None:
-    """One that was resumed elsewhere is told so, whenever it hears of it."""
+def test_ranks_at_different_epochs_are_an_error(tail: Any, samples: int) -> None:
+    """Whenever the ranks compare their places."""
     store = dist.HashStore()
 
     def read(rank: int) -> Any:
         options: Any = {"tail": tail, "batch_size": 2}
         with loader_of(numbers(samples), store, rank, 2, **options) as loader:
             loader.set_epoch(rank)
-            for _ in loader:  # by the second batch, all has been told
+            for _ in loader:  # by the second batch, the ranks have compared
                 for thread in threading.enumerate():
                     if thread.name == "aioloader-end":
                         thread.join(20)
@@ -350,20 +348,20 @@ def test_ranks_at_different_places(tail: Any, samples: int) -> None:
         side_by_side(read, 2)
 
 
-def test_samples_that_fail_on_one_rank() -> None:
+def test_skipped_samples_of_one_rank_are_padded() -> None:
     def odd(number: int) -> int:
         if number % 2 and number > 20:
             raise ValueError(f"no {number}")
         return number
 
     options: Any = {"tail": "pad", "batch_size": 3, "on_error": "skip"}
-    found = read_all(numbers().map(odd), 2, **options)
-    assert len({len(rank) for rank in found}) == 1
-    kept = [one for rank in found for one in masked(rank)]
+    batches = read_all(numbers().map(odd), 2, **options)
+    assert len({len(rank) for rank in batches}) == 1
+    kept = [sample for rank in batches for sample in masked(rank)]
     assert sorted(kept) == [n for n in range(61) if n <= 20 or n % 2 == 0]
 
 
-def test_an_error_of_one_batch() -> None:
+def test_ranks_end_together_after_a_failed_batch() -> None:
     def broken(number: int) -> int:
         if number == 12:
             raise ValueError("no 12")
@@ -394,7 +392,7 @@ def shards(folder: Path, *lengths: int) -> dict[str, Any]:
     return {"kind": "TextDataset", "addresses": str(folder / "*.txt")}
 
 
-def test_a_rank_that_is_killed(tmp_path: Path) -> None:
+def test_a_killed_rank_is_named(tmp_path: Path) -> None:
     stream = shards(tmp_path, 300, 300)
     with ranks() as two:
         for rank in two:
@@ -428,7 +426,7 @@ if "raise" in sys.argv:
 
 
 @pytest.mark.parametrize("how", ["keep", "drop", "raise"])
-def test_exit(how: str) -> None:
-    """Of Python, amid an epoch: a thread in a call of the store would abort it."""
+def test_python_exits_within_an_epoch(how: str) -> None:
+    """A thread in a call of the store would abort it."""
     made = python("-W", "ignore", "-c", _LEFT_OPEN, how)
     assert (made.returncode, made.stdout) == (int(how == "raise"), "False\n")

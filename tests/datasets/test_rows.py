@@ -1,4 +1,4 @@
-"""Rows of a table: one rule for a row and for a column, and nothing copied for free."""
+"""Rows of a table: rows and columns collate alike, and only batches are copies."""
 
 import datetime
 import decimal
@@ -22,7 +22,7 @@ from aioloader._transport.slots import SlotPool
 from aioloader.datasets._arrow.rows import Rows
 from datasets.tables import assert_same, every_type, expected, plain, rows_of
 
-# Before 20, only of numpy's own numbers.
+# Before 20, pyarrow makes them only of numpy's numbers.
 HALVES = [pa.float16()] if int(pa.__version__.split(".")[0]) >= 20 else []
 WIDTHS = [
     *("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
@@ -55,7 +55,7 @@ NUMBERS = st.sampled_from([
 def structs(
     fields: list[tuple[Any, st.SearchStrategy[Any]]],
 ) -> tuple[Any, st.SearchStrategy[Any]]:
-    names = [f"f{at}" for at in range(len(fields))]
+    names = [f"f{i}" for i in range(len(fields))]
     kinds, values = zip(*fields, strict=True)
     kind = pa.struct(list(zip(names, kinds, strict=True)))
     return kind, st.fixed_dictionaries(dict(zip(names, values, strict=True)))
@@ -112,9 +112,9 @@ def test_rows_and_columns_collate_alike(batch: pa.RecordBatch, data: Any) -> Non
     assert joined is not None
     several = joined.pick([place + len(cut) * (place % 2) for place in chosen])
     sent = pickle.loads(pickle.dumps(several, protocol=5))
-    for found in (picked, several, sent, expected):
-        assert_same(list(found), expected)
-        assert_same(default_collate(found), default_collate(expected))
+    for block in (picked, several, sent, expected):
+        assert_same(list(block), expected)
+        assert_same(default_collate(block), default_collate(expected))
     assert_same([joined[place] for place in chosen], expected)
 
 
@@ -128,7 +128,7 @@ def test_numbers_keep_their_width(width: str) -> None:
 
 
 def test_fixed_lists_and_tensors_keep_their_shape() -> None:
-    """Also a tensor whose dimensions are stored in another order."""
+    """Also a tensor with permuted dimensions."""
     values = np.arange(24, dtype=np.int16).reshape(2, 3, 4)
     tensors = pa.FixedShapeTensorArray.from_numpy_ndarray(values)
     kind = pa.fixed_shape_tensor(pa.int16(), [3, 4], permutation=[1, 0])
@@ -140,7 +140,7 @@ def test_fixed_lists_and_tensors_keep_their_shape() -> None:
     assert turned.to_numpy_ndarray()[1].tolist() == values[1].T.tolist()
 
 
-def test_encodings_do_not_show() -> None:
+def test_encoded_columns_are_read_as_plain_ones() -> None:
     plain = pa.array(["a", "b", "b", "a"])
     columns = {
         "dictionary": plain.dictionary_encode(),
@@ -198,7 +198,7 @@ if hasattr(pa, "json_"):  # from 19 on
 
 
 @pytest.mark.parametrize("name", KEPT)
-def test_what_has_no_tensor_form_is_kept(name: str) -> None:
+def test_values_without_a_tensor_form_are_kept(name: str) -> None:
     kind, values, expected = KEPT[name]
     rows = rows_of(kind, values)
     assert [row["x"] for row in rows] == expected
@@ -206,21 +206,21 @@ def test_what_has_no_tensor_form_is_kept(name: str) -> None:
     assert sent.collate() == {"x": expected[::-1]}
 
 
-def test_lists_of_different_lengths_are_tensors_each() -> None:
-    """As iterating over a tensor gives them too, when lengths happen to agree."""
+def test_ragged_lists_become_one_tensor_per_row() -> None:
+    """Iterating gives the same, when the lengths happen to agree."""
     rows = rows_of(pa.list_(pa.int32()), [[1, 2], [], [3]])
     batch = rows.collate()["x"]
-    assert [one.tolist() for one in batch] == [[1, 2], [], [3]]
-    assert {one.dtype for one in batch} == {torch.int32}
+    assert [row.tolist() for row in batch] == [[1, 2], [], [3]]
+    assert {row.dtype for row in batch} == {torch.int32}
     nested = rows_of(pa.list_(pa.list_(pa.int32())), [[[1], [2]], [[1], [2, 3]], []])
     batch = nested.collate()["x"]
     assert batch[0].tolist() == [[1], [2]]
-    assert [one.tolist() for one in batch[1]] == [[1], [2, 3]]
+    assert [row.tolist() for row in batch[1]] == [[1], [2, 3]]
     assert batch[2].shape == (0, 0)
 
 
-def test_times_that_python_has_not_are_numpys() -> None:
-    """They cost neither the row nor the batch, and are exact."""
+def test_times_outside_of_pythons_range_are_numpys() -> None:
+    """They fail neither the row nor the batch, and are exact."""
     far = 10**13
     for kind, exact in (
         (pa.timestamp("s"), np.datetime64(far, "s")),
@@ -231,11 +231,11 @@ def test_times_that_python_has_not_are_numpys() -> None:
     ):
         value = int(exact.astype(np.int64))
         rows = rows_of(None, pa.array([0, value, None]).view(kind))
-        one, two, three = rows.collate()["x"]
-        assert isinstance(one, (datetime.date, datetime.timedelta, np.datetime64))
-        assert two == exact
-        assert type(two) is type(exact)
-        assert three is None
+        near, exotic, null = rows.collate()["x"]
+        assert isinstance(near, (datetime.date, datetime.timedelta, np.datetime64))
+        assert exotic == exact
+        assert type(exotic) is type(exact)
+        assert null is None
 
 
 # -- NULL --------------------------------------------------------------------------
@@ -255,11 +255,11 @@ HOLES: dict[str, tuple[Any, list[Any], int]] = {
 
 
 @pytest.mark.parametrize("name", HOLES)
-def test_a_null_in_a_tensor_is_an_error_with_its_place(name: str) -> None:
+def test_a_null_in_a_tensor_is_an_error_that_names_the_row(name: str) -> None:
     kind, values, place = HOLES[name]
     rows = rows_of(kind, values)
-    found = [row["x"] for row in rows][place]
-    assert found is None or None in np.ravel(found).tolist()
+    value = [row["x"] for row in rows][place]
+    assert value is None or None in np.ravel(value).tolist()
     text = rf"column 'x' has a NULL in row {place} of this batch of {len(rows)}.*filter"
     with pytest.raises(TypeError, match=text):
         default_collate(rows)
@@ -282,7 +282,7 @@ def test_a_null_in_a_struct_names_the_field() -> None:
 # -- a block -----------------------------------------------------------------------
 
 
-def test_is_a_block() -> None:
+def test_rows_are_a_block_of_samples() -> None:
     rows = Rows(pa.table({"a": range(10), "b": list("abcdefghij")}))
     assert isinstance(rows, Columns)
     assert (len(rows), len(rows[3:5]), len(rows[5:3]), len(rows[20:])) == (10, 2, 0, 0)
@@ -300,22 +300,22 @@ def test_is_a_block() -> None:
             rows.pick(places)
 
 
-def test_other_columns_do_not_join() -> None:
-    one = rows_of(pa.int32(), [1])
-    others: list[Any] = [
+def test_rows_of_other_columns_do_not_join() -> None:
+    rows = rows_of(pa.int32(), [1])
+    blocks: list[Any] = [
         rows_of(pa.int64(), [1]),
         Rows(pa.table({"y": pa.array([1], pa.int32())})),
         rows_of(pa.list_(pa.int32(), 1), [[1]]),
         rows_of(pa.string(), ["1"]),
         [{"x": 1}],
     ]
-    for other in others:
-        assert one.joined([other]) is None
-        assert join([one, other]) == interleave([one, other]) == [{"x": 1}, *other]
+    for block in blocks:
+        assert rows.joined([block]) is None
+        assert join([rows, block]) == interleave([rows, block]) == [{"x": 1}, *block]
 
 
 @pytest.mark.parametrize("is_in_parts", [False, True])
-def test_woven_blocks_take_turns(*, is_in_parts: bool) -> None:
+def test_interleaved_blocks_take_turns(*, is_in_parts: bool) -> None:
     table = every_type(60)
     pairs = [None if n % 5 == 0 else [n, None if n % 7 == 0 else 1] for n in range(60)]
     table = table.append_column("holes", pa.array(pairs, pa.list_(pa.int16(), 2)))
@@ -323,19 +323,19 @@ def test_woven_blocks_take_turns(*, is_in_parts: bool) -> None:
     lanes: list[Any] = [Rows(batch.slice(start, 18)) for start in (1, 20, 39)]
     if is_in_parts:
         lanes[1] = join([lanes[1][:7], lanes[1][7:]])
-    found = interleave([lane[2:17] for lane in lanes])
-    assert isinstance(found, Rows)
+    interleaved = interleave([lane[2:17] for lane in lanes])
+    assert isinstance(interleaved, Rows)
     places = [start + 2 + n for n in range(15) for start in (1, 20, 39)]
-    assert plain(list(found)) == expected(table.take(places))
+    assert plain(list(interleaved)) == expected(table.take(places))
 
 
-def test_no_or_equal_names_are_an_error() -> None:
+def test_missing_or_repeated_names_are_an_error() -> None:
     for table in (pa.table({}), pa.table([[1], [2]], names=["a", "a"])):
         with pytest.raises(ValueError, match="distinct names"):
             Rows(table)
 
 
-def test_a_table_without_rows() -> None:
+def test_an_empty_table_keeps_its_columns() -> None:
     rows = Rows(pa.schema([("a", pa.int8())]).empty_table())
     assert (len(rows), list(rows), len(rows.pick([]))) == (0, [], 0)
     joined = rows.joined([Rows(pa.table({"a": pa.array([1], pa.int8())}))])
@@ -344,8 +344,8 @@ def test_a_table_without_rows() -> None:
     assert rows.collate()["a"].shape == (0,)
 
 
-def test_what_arrow_cannot_take_is_picked_row_by_row() -> None:
-    """A struct of views, say."""
+def test_unsupported_types_are_picked_row_by_row() -> None:
+    """For example a struct of string views."""
     kind = pa.struct([("a", pa.string_view())])
     rows = rows_of(kind, [{"a": "1"}, {"a": "2"}, {"a": "3"}])
     picked = rows[1:].pick([1, 0, 1])
@@ -358,7 +358,7 @@ def test_what_arrow_cannot_take_is_picked_row_by_row() -> None:
 # -- memory ------------------------------------------------------------------------
 
 
-def test_cuts_are_views_and_batches_are_not() -> None:
+def test_slices_are_views_and_batches_are_copies() -> None:
     array = np.arange(1000)
     rows = Rows(pa.record_batch({"x": array, "y": pa.array([[1]] * 1000)}))
     column = rows[3:9].parts[0].columns[0]
@@ -372,7 +372,7 @@ def test_cuts_are_views_and_batches_are_not() -> None:
     assert rows[0]["y"].tolist() == [1]
 
 
-def test_batches_keep_nothing_alive() -> None:
+def test_batches_do_not_keep_tables_alive() -> None:
     class Memory(np.ndarray[Any, Any]):
         """An array that can be watched."""
 
@@ -390,7 +390,7 @@ def test_batches_keep_nothing_alive() -> None:
     assert kept[2] == {"x": 3}
 
 
-def test_large_batches_are_written_into_lent_memory() -> None:
+def test_large_batches_are_written_into_leased_memory() -> None:
     leased: list[int] = []
 
     class Pool(SlotPool):
@@ -401,7 +401,7 @@ def test_large_batches_are_written_into_lent_memory() -> None:
     rows = Rows(pa.table({"x": np.arange(1 << 16), "small": np.zeros(1 << 16, "i1")}))
     twice = rows.joined([rows])
     assert twice is not None
-    batch, both = (collated(Pool().lease, Rows.collate, one) for one in (rows, twice))
+    batch, both = (collated(Pool().lease, Rows.collate, part) for part in (rows, twice))
     assert leased == [1 << 19, 1 << 20]
     assert torch.equal(batch["x"], torch.arange(1 << 16))
     assert torch.equal(both["x"], torch.arange(1 << 16).repeat(2))
@@ -409,15 +409,15 @@ def test_large_batches_are_written_into_lent_memory() -> None:
 
 LONG: dict[str, Callable[[int], Any]] = {
     "numbers": np.arange,
-    "texts": lambda n: [f"text {at}" for at in range(n)],
-    "lists": lambda n: [[at, at] for at in range(n)],
+    "texts": lambda n: [f"text {i}" for i in range(n)],
+    "lists": lambda n: [[i, i] for i in range(n)],
     "structs": lambda n: [{"a": "t"}] * n,
     "bytes": lambda n: [b"b" * 90] * n,
 }
 
 
 @pytest.mark.parametrize("name", LONG)
-def test_pickles_carry_the_cut_only(name: str) -> None:
+def test_pickles_hold_only_the_slice(name: str) -> None:
     rows = Rows(pa.record_batch({"x": pa.array(LONG[name](10_000))}))[50:70]
     buffers: list[pickle.PickleBuffer] = []
     header = pickle.dumps(rows, 5, buffer_callback=buffers.append)
@@ -425,10 +425,10 @@ def test_pickles_carry_the_cut_only(name: str) -> None:
     assert len(pickle.dumps(rows)) < 5000
     assert buffers
     copies = [memoryview(bytearray(buffer.raw())) for buffer in buffers]
-    for found in (
+    for copy in (
         pickle.loads(header, buffers=copies),
         pickle.loads(pickle.dumps(rows, 4)),
     ):
-        assert_same(list(found), list(rows))
-        assert_same(found.collate(), rows.collate())
-        assert found.joined([rows]) is not None
+        assert_same(list(copy), list(rows))
+        assert_same(copy.collate(), rows.collate())
+        assert copy.joined([rows]) is not None

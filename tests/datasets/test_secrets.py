@@ -68,7 +68,7 @@ def client(**options: Any) -> dict[str, Any]:
 
 
 MINE, BEARER = {"X-Mine": MARKER}, {"authorization": f"Bearer {MARKER}"}
-# Store, options, and how a pickle that is refused names the secret.
+# A store, its options, and the secret's name in the error of a refused pickle.
 OPTIONS: list[tuple[str, dict[str, Any], str]] = [
     ("s3://b", {"aws_access_key_id": "me", "aws_secret_access_key": MARKER}, "aws_s"),
     ("s3://b", {"config": S3_KEYS}, "config.access_key_id"),
@@ -99,7 +99,7 @@ POSTGRES = [
 
 
 def everything_said(error: BaseException) -> str:
-    """Return all that a log or another process may see of an error."""
+    """Return everything that a log or another process may see of an error."""
     seen: list[str] = []
     chain: list[BaseException | None] = [error]
     while chain:
@@ -134,9 +134,9 @@ def dumped(value: Any, seen: set[int] | None = None) -> Iterator[str]:
 
 
 def check(made: Any, named: str = "") -> None:
-    """See that an object shows no canary, and that no pickle has one.
+    """Check that an object and its pickle show no canary.
 
-    That a pickle is refused because of a secret that is ``named``, if it is.
+    A pickle may be refused, with an error that names the secret as in ``named``.
     """
     assert named in pickled(made)
     steps = [made]
@@ -146,16 +146,16 @@ def check(made: Any, named: str = "") -> None:
         json.dumps(made.describe())
     if not hasattr(made, "keys") and not hasattr(made, "shards"):
         steps.append(DataLoader(made))
-    for one in steps:
-        for text in (str(one), repr(one), reprlib.repr(one), *dumped(one)):
+    for step in steps:
+        for text in (str(step), repr(step), reprlib.repr(step), *dumped(step)):
             assert has_canary(text) is None, text
-        assert has_canary(pickled(one)) is None
+        assert has_canary(pickled(step)) is None
 
 
-def pickled(one: Any) -> str:
-    """Return a pickle, or all that is said of why there is none."""
+def pickled(made: Any) -> str:
+    """Return a pickle, or everything that its error says."""
     try:
-        return pickle.dumps(one).decode("latin-1")
+        return pickle.dumps(made).decode("latin-1")
     except pickle.PicklingError as error:
         said = everything_said(error)
     assert "environment variables" in said or "PGPASS" in said
@@ -167,7 +167,7 @@ def pickled(one: Any) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("url", URLS, ids=range(len(URLS)))
-def test_addresses(url: str) -> None:
+def test_addresses_show_no_secret(url: str) -> None:
     for make in STREAMS:
         check(make(url))
         check(make([url, url]))
@@ -178,7 +178,7 @@ def test_addresses(url: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("url", "options", "named"), OPTIONS, ids=range(len(OPTIONS)))
-def test_store_options(url: str, options: dict[str, Any], named: str) -> None:
+def test_options_show_no_secret(url: str, options: dict[str, Any], named: str) -> None:
     check(TarDataset(f"{url}/a.tar", store_options=options))
     check(ParquetDataset("a.parquet", store=url, store_options=options))
     check(ObjectDataset(url, ["k"], store_options=options), named)
@@ -187,19 +187,19 @@ def test_store_options(url: str, options: dict[str, Any], named: str) -> None:
 
 
 @pytest.mark.parametrize(("make", "named"), STORES, ids=range(len(STORES)))
-def test_given_stores(make: Callable[[], Any], named: str) -> None:
+def test_given_stores_show_no_secret(make: Callable[[], Any], named: str) -> None:
     check(TarDataset("a.tar", store=make()))
     check(ArrowDataset("a.arrow", store=make()))
     check(ObjectDataset(make(), ["k"]), named)
 
 
 @pytest.mark.parametrize("url", POSTGRES, ids=range(len(POSTGRES)))
-def test_databases(url: str) -> None:
+def test_database_urls_show_no_secret(url: str) -> None:
     check(SQLDataset(url, "t", key="id"))
     check(SQLRows(url, "t", key="id", keys=[1, 2]))
 
 
-async def test_states(tmp_path: Path, loopback: Any) -> None:
+async def test_states_and_loaders_show_no_secret(tmp_path: Path, loopback: Any) -> None:
     url = loopback.at("ok", user=f"me:{MARKER}@") + f"/cats/z.bin?sig={MARKER}"
     stream = TextDataset(url)
     async with aiter(stream) as iterator:
@@ -234,7 +234,7 @@ def test_harmless_options_are_pickled(store: Any, options: dict[str, Any]) -> No
     assert repr(pickle.loads(pickle.dumps(made))) == repr(made)
 
 
-async def test_credentials_of_the_environment_stay_there(s3: str) -> None:
+async def test_credentials_of_the_environment_are_not_pickled(s3: str) -> None:
     async with await ObjectDataset.discover(s3) as dataset:
         await dataset[0]
     assert MARKER.encode() not in pickle.dumps(dataset)
@@ -254,7 +254,7 @@ DATABASE = f"postgresql://me:{MARKER}@host/db"
         (DATABASE, {"columns": "id"}),
         (DATABASE, {"key": 7}),
         (DATABASE, {"numeric": "complex"}),
-        # What cannot be parsed may hold a password anywhere.
+        # A URL that cannot be parsed may have a password anywhere.
         (f"postgresql://me:{MARKER}/x@host/db", {}),
         (f"postgresql://me:x/{MARKER}@host/db", {}),
         (f"postgresql://me:{MARKER}?x=1@host/db", {}),
@@ -269,7 +269,7 @@ DATABASE = f"postgresql://me:{MARKER}@host/db"
     ],
     ids=range(15),
 )
-def test_databases_that_are_refused(make: Any, url: str, options: Any) -> None:
+def test_refused_databases_tell_no_secret(make: Any, url: str, options: Any) -> None:
     words = None if options else "url"
     with pytest.raises((TypeError, ValueError), match=words) as said:
         make(url, "t", **{"key": "id", **options})
@@ -313,17 +313,17 @@ def test_constructors_that_raise_tell_no_secret(make: Any, url: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ["404", "403", "cut", "redirect", "405"])
+@pytest.mark.parametrize("answer", ["404", "403", "cut", "redirect", "405"])
 @pytest.mark.parametrize(
     "kind",
     ["text", "tar", "parquet", "pattern", "few", "object", "given", "key", "listing"],
 )
-async def test_errors_of_reading(
-    what: str, kind: str, loopback: Any, caplog: pytest.LogCaptureFixture
+async def test_errors_of_reading_show_no_secret(
+    answer: str, kind: str, loopback: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
-    key = "cats/big.bin" if what == "cut" else "no/such"
-    url = loopback.at(what, user=f"me:{MARKER}@") + f"/{key}"
+    key = "cats/big.bin" if answer == "cut" else "no/such"
+    url = loopback.at(answer, user=f"me:{MARKER}@") + f"/{key}"
     signed = f"{url}?sig={MARKER}"
     client: Any = {"default_headers": {"X-Mine": MARKER}, "allow_http": True}
     once: Any = {"max_retries": 0}
@@ -344,7 +344,7 @@ async def test_errors_of_reading(
             requests=more["requests"],
         ),
         "key": lambda: ObjectDataset(
-            loopback.at(what), [f"{key}?X-Amz-Signature={MARKER}"], **more
+            loopback.at(answer), [f"{key}?X-Amz-Signature={MARKER}"], **more
         ),
         "listing": lambda: ObjectDataset.discover(signed, **more),
     }
@@ -369,17 +369,17 @@ def provide() -> Any:
 
 
 @pytest.mark.parametrize(
-    ("what", "options"),
+    ("answer", "options"),
     [
         ("cut", {"user": f"me:{MARKER}@", "query": f"?sig={MARKER}"}),
         ("403", {"s3": True, **S3_KEYS, "session_token": MARKER}),  # the body has it
         ("ok", {"s3": True, "credential_provider": provide}),
     ],
 )
-async def test_errors_that_quote(
-    serve: Callable[..., ObjectDataset], what: str, options: dict[str, Any]
+async def test_errors_that_quote_answers_show_no_secret(
+    serve: Callable[..., ObjectDataset], answer: str, options: dict[str, Any]
 ) -> None:
-    dataset = serve(what, "cats/big.bin", **options)
+    dataset = serve(answer, "cats/big.bin", **options)
     with pytest.raises(DatasetError) as caught:
         await dataset[0]
     assert has_canary(everything_said(caught.value) + repr(dataset)) is None

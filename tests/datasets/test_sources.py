@@ -1,4 +1,4 @@
-"""Sources of users, and file systems of fsspec, read as every store is."""
+"""Sources of users and file systems of fsspec are read as every store is."""
 
 import asyncio
 import gzip
@@ -32,7 +32,6 @@ from aioloader.datasets import (
     TextDataset,
     Version,
 )
-from aioloader.datasets._stores.sources import Requests
 from aioloader.errors import (
     DatasetError,
     ObjectNotFoundError,
@@ -52,7 +51,7 @@ from datasets.shards import (
 
 QUICK = Requests(timeout=5, deadline=0.3, base_delay=0.001, max_delay=0.001)
 PATIENT = Requests(base_delay=0.001, max_delay=0.001)
-LINES = [f"{at:07}" for at in range(30_000)]
+LINES = [f"{n:07}" for n in range(30_000)]
 BIG = "".join(f"{line}\n" for line in LINES).encode()
 
 
@@ -101,14 +100,14 @@ def thread() -> None:
 def shop(tmp_path: Path) -> Shop:
     write_text(tmp_path)
     write_tar(tmp_path)
-    found = {f"train/{path.name}": path.read_bytes() for path in tmp_path.iterdir()}
-    return Shop({**found, "big.txt": BIG, "b.txt.gz": gzip.compress(BIG)})
+    files = {f"train/{path.name}": path.read_bytes() for path in tmp_path.iterdir()}
+    return Shop({**files, "big.txt": BIG, "b.txt.gz": gzip.compress(BIG)})
 
 
 # -- what works as with every store -------------------------------------------------
 
 
-async def test_patterns_formats_and_lists(shop: Shop) -> None:
+async def test_own_sources_have_patterns_and_listings(shop: Shop) -> None:
     assert await names(TextDataset("train/*.txt", store=shop)) == NAMES
     assert await names(TextDataset("train/{0..7}.txt", store=shop)) == NAMES
     assert await names(TarDataset("*/?.tar", store=shop)) == NAMES
@@ -120,7 +119,7 @@ async def test_patterns_formats_and_lists(shop: Shop) -> None:
             await names(TextDataset(none, store=shop))
 
 
-async def test_it_resumes_and_is_cut_for_readers(shop: Shop) -> None:
+async def test_own_sources_resume_and_are_cut_for_readers(shop: Shop) -> None:
     stream = TextDataset("big.txt", store=shop)
     await check_resumes(stream, LINES, (1, 777, 29_999))
     parts = [await names(stream.shard(rank, 3)) for rank in range(3)]
@@ -128,25 +127,25 @@ async def test_it_resumes_and_is_cut_for_readers(shop: Shop) -> None:
     assert min(map(len, parts)) > 5000
 
 
-async def test_objects_are_read_whole(shop: Shop) -> None:
+async def test_objects_are_read_whole_and_as_they_are_now(shop: Shop) -> None:
     shop.objects["huge"] = bytes(3_000_000)
     shop.objects["empty"] = b""
     listed = await ObjectDataset.discover(shop)
     for dataset in (listed, ObjectDataset(shop, [*listed.keys])):
-        for at, key in enumerate(dataset.keys):
-            assert bytes(await dataset[at]) == shop.objects[key]
+        for i, key in enumerate(dataset.keys):
+            assert bytes(await dataset[i]) == shop.objects[key]
     for now in (b"", b"x", bytes(4_000_000)):
         shop.objects["huge"] = now
         assert bytes(await listed[listed.keys.index("huge")]) == now
 
 
-async def test_tables(shop: Shop) -> None:
+async def test_tables_are_read_from_own_sources(shop: Shop) -> None:
     shop.objects["t.parquet"] = bytes_of(pa.table({"x": range(1000)}), "parquet", 100)
     rows = [row["x"] async for row in ParquetDataset("t.parquet", store=shop)]
     assert rows == [*range(1000)]
 
 
-async def test_through_a_cache(shop: Shop, tmp_path: Path) -> None:
+async def test_own_sources_can_be_cached(shop: Shop, tmp_path: Path) -> None:
     def make() -> Any:
         return TextDataset("big.txt", store=shop, cache=tmp_path / "cache")
 
@@ -162,7 +161,7 @@ async def test_through_a_cache(shop: Shop, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-async def test_in_workers(shop: Shop) -> None:
+async def test_workers_read_own_sources(shop: Shop) -> None:
     stream = TextDataset("train/*.txt", store=shop)
     assert repr(pickle.loads(pickle.dumps(stream))) == repr(stream)
     loader: Any = DataLoader(stream, 4, num_workers=1, fetch="workers", collate_fn=list)
@@ -170,12 +169,12 @@ async def test_in_workers(shop: Shop) -> None:
     assert [name for batch in batches for name in batch] == NAMES
 
 
-async def test_it_is_closed_after_the_last_iteration(shop: Shop) -> None:
+async def test_a_source_is_closed_after_the_last_iteration(shop: Shop) -> None:
     """Of those that are open on one loop at the same time."""
     stream = TextDataset("train/*.txt", store=shop)
-    async with aiter(stream) as one, aiter(stream) as other:
-        await anext(one)
-        await anext(other)
+    async with aiter(stream) as first, aiter(stream) as second:
+        await anext(first)
+        await anext(second)
         async with aiter(stream) as third:
             await anext(third)
         assert shop.closed == 0
@@ -222,7 +221,7 @@ async def test_failures_are_retried(shop: Shop, failure: Exception) -> None:
     ],
     ids=repr,
 )
-async def test_what_waiting_cannot_cure_is_raised_at_once(
+async def test_permanent_failures_are_raised_at_once(
     shop: Shop, failure: Exception, kind: type[DatasetError]
 ) -> None:
     shop.failures = [failure] * 9
@@ -232,7 +231,7 @@ async def test_what_waiting_cannot_cure_is_raised_at_once(
     assert "MARKER" not in str(caught.value)
 
 
-async def test_wrong_answers_are_told(shop: Shop) -> None:
+async def test_short_or_wrong_answers_are_errors(shop: Shop) -> None:
     stream = TextDataset("big.txt", store=shop, requests=PATIENT)
     shop.cut = 3
     assert await names(stream) == LINES
@@ -250,7 +249,7 @@ async def test_wrong_answers_are_told(shop: Shop) -> None:
             await names(TextDataset("big.txt", store=shop))
 
 
-async def test_without_a_list_or_with_a_coroutine(shop: Shop) -> None:
+async def test_list_may_be_missing_or_a_coroutine(shop: Shop) -> None:
     class Unlisted(Source):
         get = shop.get
 
@@ -266,7 +265,7 @@ async def test_without_a_list_or_with_a_coroutine(shop: Shop) -> None:
     assert await names(TextDataset("train/*.txt", store=shop)) == NAMES
 
 
-def test_stores_that_are_refused(shop: Shop) -> None:
+def test_wrong_stores_are_refused(shop: Shop) -> None:
     with pytest.raises(TypeError, match=r"region: .* pass them to Shop\(\)"):
         TextDataset("x", store=shop, store_options={"region": "x"})
     system = MemoryFileSystem(asynchronous=True, skip_instance_cache=True)
@@ -295,14 +294,14 @@ def system(request: pytest.FixtureRequest, shop: Shop, tmp_path: Path) -> Any:
     return inner, f"{root.strip('/')}/"
 
 
-async def test_file_systems(system: Any, shop: Shop) -> None:
+async def test_fsspec_file_systems_are_read_as_stores(system: Any, shop: Shop) -> None:
     store, root = system
     assert await names(TextDataset(f"{root}train/*.txt", store=store)) == NAMES
     await check_resumes(TextDataset(f"{root}big.txt", store=store), LINES, [777])
     objects = await ObjectDataset.discover(store, prefix=f"{root}train")
     keys = [key.removeprefix(root) for key in objects.keys]
     assert keys == sorted(key for key in shop.objects if "train" in key)
-    assert [bytes(await objects[at]) for at in range(len(keys))] == [
+    assert [bytes(await objects[i]) for i in range(len(keys))] == [
         shop.objects[key] for key in keys
     ]
     for key in ("none.txt", "train"):
@@ -310,7 +309,7 @@ async def test_file_systems(system: Any, shop: Shop) -> None:
             await names(TextDataset(root + key, store=store))
 
 
-async def test_a_file_that_changes_in_a_file_system(system: Any) -> None:
+async def test_a_changed_file_of_fsspec_is_an_error(system: Any) -> None:
     store, root = system
     options: Any = {"store": store, "max_bytes": 1 << 16}
     async with aiter(TextDataset(f"{root}big.txt", **options)) as iterator:
@@ -328,7 +327,7 @@ def test_secrets_of_a_file_system_are_hidden() -> None:
         pickle.dumps(stream)
 
 
-# -- hf://: what huggingface_hub reads, from a stand-in for its endpoint ---------------
+# -- hf://: huggingface_hub reads from a simulated endpoint ----------------------------
 
 REPO = "someone/shards"
 TOKEN = "hf_canary"
@@ -359,20 +358,20 @@ class _Handler(Handler):
         files = self.served.files(revision)
         start = f"{folder}/" if folder else ""
         names = [name for name in files if name.startswith(start)]
-        found: dict[str, Any] = {}
+        nodes: dict[str, Any] = {}
         for name in names:
             first, *rest = name.removeprefix(start).split("/")
             if rest:
                 path = start + first
-                found[path] = {"type": "directory", "path": path, "oid": "d", "size": 0}
+                nodes[path] = {"type": "directory", "path": path, "oid": "d", "size": 0}
             if not rest or "recursive=true" in self.path.lower():
                 size = len(files[name])
                 oid = f"{hash(files[name]) & 0xFFFFFF:040x}"
-                found[name] = {"type": "file", "path": name, "oid": oid, "size": size}
+                nodes[name] = {"type": "file", "path": name, "oid": oid, "size": size}
         if not names:
             self.say(404, {"error": "no such folder"}, "EntryNotFound")
         else:
-            self.say(200, list(found.values()))
+            self.say(200, list(nodes.values()))
 
     def file(self, revision: str, name: str) -> None:
         self.served.reads.wait()
@@ -437,7 +436,7 @@ def hub_options(hub: Hub, **more: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("ways", ["braces", "star", "store"])
-async def test_every_way_to_name_shards(ways: str, hub: Hub) -> None:
+async def test_hub_shards_can_be_named_in_every_way(ways: str, hub: Hub) -> None:
     pattern = {"braces": "data/{0..7}.tar"}.get(ways, "data/*.tar")
     if ways == "store":
         stream = TarDataset(pattern, store=ROOT, **hub_options(hub))
@@ -447,30 +446,30 @@ async def test_every_way_to_name_shards(ways: str, hub: Hub) -> None:
     assert await names(stream) == NAMES
 
 
-async def test_the_endpoint_of_the_environment(
+async def test_the_endpoint_is_taken_from_the_environment(
     hub: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whether ``huggingface_hub`` was imported before or not."""
+    """Whether or not ``huggingface_hub`` was imported before."""
     monkeypatch.setenv("HF_ENDPOINT", hub.url)
     stream = TextDataset(f"{ROOT}/data/*.txt", requests=SOON)
     assert await names(stream.shard(1, 2)) != []
 
 
-async def test_a_branch_that_moves_is_not_followed(hub: Hub) -> None:
+async def test_a_moved_branch_does_not_change_an_iteration(hub: Hub) -> None:
     stream = TextDataset(f"{ROOT}/data/{{0..7}}.txt", **hub_options(hub))
     async with aiter(stream) as iterator:
-        found = [await anext(iterator)]
+        lines = [await anext(iterator)]
         hub.commits["b" * 40] = {"data/0.txt": b"other\n"}
         hub.main = "b" * 40
-        found += [name async for name in iterator]
-    assert found == NAMES
+        lines += [name async for name in iterator]
+    assert lines == NAMES
     assert await names(TextDataset(f"{ROOT}/data/*.txt", **hub_options(hub))) == [
         "other"
     ]
 
 
 @pytest.mark.slow
-async def test_failures_are_tried_again(hub: Hub) -> None:
+async def test_hub_failures_are_retried(hub: Hub) -> None:
     hub.fail = [408, 425, 408]  # the client tries 429 and 5xx again itself, slowly
     assert await names(TextDataset(f"{ROOT}/data/*.txt", **hub_options(hub))) == NAMES
     with pytest.raises(ObjectNotFoundError, match=r"no such file: 'hf://.*/none\.txt'"):

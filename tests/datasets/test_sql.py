@@ -1,4 +1,4 @@
-"""Ranges of a key: every row once, in order, in one snapshot, from any place on."""
+"""Ranges of a key: each row once, in order, in one snapshot, resumed from any row."""
 
 import asyncio
 import json
@@ -15,17 +15,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aioloader import DataLoader
-from aioloader.datasets import SQLDataset, SQLRows
+from aioloader.datasets import ShardReader, SQLDataset, SQLRows
 from aioloader.datasets._sql import sqlite as sqlite_files
-from aioloader.datasets._sql.format import SQLFormat
-from aioloader.datasets._sql.session import SQLReader
+from aioloader.datasets.sql import SQLFormat
 from aioloader.errors import DatasetError, TruncatedReadError
 from beside import beside
 from datasets.pg import Database, keys_of, listed, opened, parts_of, rest_of, rows_of
 from datasets.shards import read, source_state
 from python_process import python
 
-# By what row n has for a key; PostgreSQL's type; whether SQLite can have it.
+# The key of row n, its PostgreSQL type, and whether SQLite can have it.
 KEYS = {
     "dense": ("n", "int8", True),
     "from below zero": ("n * 3 - 1500", "int8", True),
@@ -71,8 +70,8 @@ def in_order(database: Database) -> list[int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", KEYS)
-async def test_keys_of_all_kinds(database: Database, name: str) -> None:
-    """Every row once and in order: by ranges, by key, and cut again on resuming."""
+async def test_keys_of_any_kind_give_all_rows(database: Database, name: str) -> None:
+    """Each once and in order: by ranges, by key, and cut again on resuming."""
     make(database, name)
     expected = in_order(database)
     for partitions in (1, 5):
@@ -82,8 +81,8 @@ async def test_keys_of_all_kinds(database: Database, name: str) -> None:
         assert len(parts) == partitions
         assert max(map(len, parts)) <= 2 * ROWS // partitions
     async with listed(database) as rows:
-        found = await rows.__getitems__(range(ROWS))
-        assert [row["n"] for row in found] == expected
+        looked_up = await rows.__getitems__(range(ROWS))
+        assert [row["n"] for row in looked_up] == expected
         assert isinstance(rows.keys, np.ndarray) is KEYS[name][1].startswith("int")
     stream: Any = SQLDataset(database.url, "t", key="id", columns=["n"])
     head, state = await read(stream, 400)
@@ -94,8 +93,8 @@ async def test_keys_of_all_kinds(database: Database, name: str) -> None:
 
 
 @pytest.mark.slow
-async def test_large_tables_are_cut_by_looking_at_little(database: Database) -> None:
-    """PostgreSQL looks at some pages, SQLite at some keys: about equal parts."""
+async def test_large_tables_are_cut_into_even_parts(database: Database) -> None:
+    """PostgreSQL looks at some pages only, SQLite at some keys."""
     database.fill("t", 100_000, key="1000 + n * 5")
     made = SQLFormat(database.url, "t", key="id", columns=["id"], partitions=8)
     sizes = [len(part) for part in await parts_of(made, 10_000)]
@@ -109,7 +108,7 @@ async def test_large_tables_are_cut_by_looking_at_little(database: Database) -> 
     st.integers(1, 9),
     st.integers(1, 70),
 )
-async def test_any_integers(
+async def test_any_integer_keys_are_read_in_order(
     tmp_path_factory: Any, keys: set[int], partitions: int, limit: int
 ) -> None:
     path = tmp_path_factory.mktemp("any") / "x.db"
@@ -142,7 +141,7 @@ async def test_any_integers(
         ),
     ],
 )
-async def test_queries(database: Database, query: str) -> None:
+async def test_queries_are_read_as_tables_are(database: Database, query: str) -> None:
     database.fill("t", 100)
     rows = await rows_of(SQLFormat(database.url, query, key="id", partitions=3))
     assert rows == [{"id": n, "twice": float(n)} for n in range(40, 100)]
@@ -156,15 +155,15 @@ async def test_queries(database: Database, query: str) -> None:
         "CREATE TABLE v AS SELECT id, n FROM t WHERE id > 9",
     ],
 )
-async def test_views_and_keys_without_an_index(database: Database, made: str) -> None:
+async def test_keys_need_no_index(database: Database, made: str) -> None:
     database.run("CREATE TABLE t (id INTEGER, n INTEGER)")
     database.run("INSERT INTO t VALUES (13, 0), (11, 1), (12, 2), (9, 3)", made)
     stream = SQLFormat(database.url, "v", key="id", partitions=2)
     assert await keys_of(stream) == [11, 12, 13]
 
 
-async def test_sqlite_s_own_row_number(sqlite: Database) -> None:
-    """A table without a key has one, which is not delivered unless asked for."""
+async def test_sqlites_rowid_may_be_the_key(sqlite: Database) -> None:
+    """It is not delivered unless asked for."""
     sqlite.run("CREATE TABLE t (n TEXT)", "INSERT INTO t VALUES ('a'), ('b'), ('c')")
     made = SQLFormat(sqlite.url, "t", key="rowid", partitions=2)
     assert await rows_of(made) == [{"n": "a"}, {"n": "b"}, {"n": "c"}]
@@ -172,7 +171,7 @@ async def test_sqlite_s_own_row_number(sqlite: Database) -> None:
     assert await keys_of(made, "rowid") == [1, 2, 3]
 
 
-async def test_partitioned_tables_and_schemas(postgresql: Database) -> None:
+async def test_partitioned_tables_are_cut_evenly(postgresql: Database) -> None:
     postgresql.run(
         "CREATE TABLE t (id INT PRIMARY KEY, n INT) PARTITION BY RANGE (id)",
         "CREATE TABLE t1 PARTITION OF t FOR VALUES FROM (0) TO (700)",
@@ -198,9 +197,9 @@ async def test_bounds_must_rise(database: Database, bounds: list[int]) -> None:
         await parts_of(made)
 
 
-# -- streams of rows go on where they were, whatever was written since ----------------
+# -- streams of rows resume, whatever was written since -------------------------------
 
-# Before and behind every row that there was, and rows gone from everywhere.
+# Rows before and after every earlier row, and rows deleted everywhere.
 WRITES = (
     "INSERT INTO t SELECT id + 3, value, name FROM t",
     "INSERT INTO t SELECT -1 - id, value, name FROM t",
@@ -221,7 +220,7 @@ async def keys(
 
 
 def check(state: Any, seen: list[int], rest: list[int], now: list[int]) -> None:
-    """See that of each range all is read behind its last key; if it was over, nothing.
+    """Check that each range resumes after its last key, or was over and has no rows.
 
     Rows were the tens before they were written.
     """
@@ -229,21 +228,21 @@ def check(state: Any, seen: list[int], rest: list[int], now: list[int]) -> None:
     assert len({*rest}) == len(rest)
     for start, stop in pairwise([-(2**63), *cuts, 2**63]):
         last = max((key for key in seen if start <= key < stop), default=start - 1)
-        found = sorted(key for key in rest if start <= key < stop)
+        resumed = sorted(key for key in rest if start <= key < stop)
         following = {key for key in now if start <= key < stop and key > last}
         was_over = not any(key % 10 == 0 and key < 10000 for key in following)
-        assert found == sorted(following) or (was_over and not found)
+        assert resumed == sorted(following) or (was_over and not resumed)
 
 
 async def written(database: Database) -> list[int]:
-    found = await beside(lambda: database.run(*WRITES, "SELECT id FROM t ORDER BY id"))
-    return [row[0] for row in found]
+    rows = await beside(lambda: database.run(*WRITES, "SELECT id FROM t ORDER BY id"))
+    return [row[0] for row in rows]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 100, 333, 800])
 @pytest.mark.parametrize("interleave", [1, 3])
-async def test_what_is_behind_is_read_as_it_is_now(
+async def test_resuming_reads_the_rest_as_it_is_now(
     database: Database, interleave: int, count: int
 ) -> None:
     database.fill("t", 1000, key="n * 10")
@@ -256,8 +255,8 @@ async def test_what_is_behind_is_read_as_it_is_now(
 
 
 @pytest.mark.slow
-async def test_it_holds_at_each_row(sqlite: Database) -> None:
-    """Also where a block was passed on in part; in batches too, a state of a state."""
+async def test_resuming_works_after_any_row(sqlite: Database) -> None:
+    """Also within a block, within batches, and from a state of a resumed stream."""
     sqlite.fill("t", 60, key="n * 10")
     states = [await keys(stream_of(sqlite, interleave=3), n) for n in range(0, 61, 4)]
     (batch, *_), batched = await read(stream_of(sqlite, interleave=3).batch(8), 1)
@@ -274,20 +273,20 @@ async def test_it_holds_at_each_row(sqlite: Database) -> None:
 
 
 @pytest.mark.slow
-async def test_a_new_iteration_cuts_anew(database: Database) -> None:
+async def test_a_new_iteration_cuts_the_table_again(database: Database) -> None:
     database.fill("t", 400)
     stream = stream_of(database)
     _, state = await keys(stream, 10)
     await beside(lambda: database.run("DELETE FROM t WHERE id < 350"))
     assert (await keys(stream, state=state))[0] == [*range(350, 400)]
-    found, after = await keys(stream)
-    assert found == [*range(350, 400)]
-    cuts = [source_state(one)["shards"]["cuts"] for one in (state, after)]
+    rows, after = await keys(stream)
+    assert rows == [*range(350, 400)]
+    cuts = [source_state(saved)["shards"]["cuts"] for saved in (state, after)]
     assert max(cuts[0][:6]) < 350 <= min(cuts[1])
 
 
 @pytest.mark.slow
-async def test_ranks_go_on_each_with_its_own(database: Database) -> None:
+async def test_ranks_resume_with_their_own_ranges(database: Database) -> None:
     database.fill("t", 1000, key="n * 10")
     bounds = await SQLFormat(database.url, "t", key="id").plan()
     seen: list[int] = []
@@ -295,13 +294,13 @@ async def test_ranks_go_on_each_with_its_own(database: Database) -> None:
     options: dict[str, Any] = {"partitions": bounds, "interleave": 4, "shuffle": True}
     for rank in range(3):
         part = stream_of(database, **options).shard(rank, 3)
-        found, state = await keys(part, 50 + 90 * rank)
-        seen += found
+        rows, state = await keys(part, 50 + 90 * rank)
+        seen += rows
         states.append(state)
     now = await written(database)
     rest: list[int] = []
     for rank, state in enumerate(states):
-        # Whatever the ranges would be now.
+        # The table would be cut into other ranges now.
         part = stream_of(database, interleave=4, shuffle=True).shard(rank, 3)
         rest += (await keys(part, state=state))[0]
     assert source_state(states[0])["shards"]["cuts"] == bounds
@@ -310,15 +309,15 @@ async def test_ranks_go_on_each_with_its_own(database: Database) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("partitions", [3, 20, [17]])
-async def test_a_state_says_how_it_was_cut(database: Database, partitions: Any) -> None:
+async def test_a_state_keeps_its_ranges(database: Database, partitions: Any) -> None:
     database.fill("t", 100)
     head, state = await keys(stream_of(database, partitions=5), 30)
     rest, _ = await keys(stream_of(database, partitions=partitions), state=state)
     assert head + rest == [*range(100)]
 
 
-async def test_a_state_is_small(database: Database) -> None:
-    """Some hundred bytes, though much was read ahead; more only for more ranges."""
+async def test_a_state_of_a_table_is_small(database: Database) -> None:
+    """Some hundred bytes, although much was read in advance."""
     database.fill("t", 5000)
     _, state = await keys(stream_of(database, interleave=3), 1000)
     del state["stream"]  # which does not grow
@@ -328,7 +327,7 @@ async def test_a_state_is_small(database: Database) -> None:
 # -- one snapshot -----------------------------------------------------------------
 
 
-async def test_what_is_written_meanwhile_is_not_seen(database: Database) -> None:
+async def test_an_iteration_sees_one_snapshot(database: Database) -> None:
     database.fill("t", 4000)
     async with opened(SQLFormat(database.url, "t", key="id", partitions=4)) as readers:
         rows = [*await readers[0].pull(10)]
@@ -350,7 +349,7 @@ async def test_what_is_written_meanwhile_is_not_seen(database: Database) -> None
 async def test_ranges_agree_while_others_write(
     sqlite: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A commit comes between all starts, at each try: they share one connection."""
+    """Commits come between all starts, so the ranges share one connection."""
     start = sqlite_files._start
 
     def started(connection: Any) -> None:
@@ -365,8 +364,8 @@ async def test_ranges_agree_while_others_write(
     assert len({row["value"] - row["id"] / 2 for row in rows}) == 1
 
 
-async def test_without_a_log_writers_wait(tmp_path: Path) -> None:
-    """A rollback journal lets nobody write while the snapshot is read; then it does."""
+async def test_without_a_wal_writers_wait(tmp_path: Path) -> None:
+    """A rollback journal blocks writers while the snapshot is read."""
     plain = Database(tmp_path / "plain.db")
     plain.fill("t", 2000)
     delete = "PRAGMA busy_timeout = 0", "DELETE FROM t WHERE id = 0"
@@ -387,7 +386,7 @@ async def test_without_a_log_writers_wait(tmp_path: Path) -> None:
 # -- memory, and ends -------------------------------------------------------------
 
 
-async def test_what_stops_reading_is_no_end(database: Database) -> None:
+async def test_a_cancelled_reader_is_not_at_its_end(database: Database) -> None:
     database.fill("t", 2000)
     made = SQLFormat(database.url, "t", key="id", partitions=1)
     async with opened(made) as readers:
@@ -405,7 +404,7 @@ async def test_what_stops_reading_is_no_end(database: Database) -> None:
     await reader.aclose()
 
 
-async def test_closing_stops_the_server_s_work(postgresql: Database) -> None:
+async def test_closing_stops_the_query_on_the_server(postgresql: Database) -> None:
     postgresql.fill("t", 3)
     slow = "(SELECT count(*) FROM generate_series(1, 1000000000 + t.id))"
     query = f"SELECT id, {slow} AS x FROM t"
@@ -444,18 +443,18 @@ def fill(database: Database, small: int = 0) -> None:
     )
 
 
-async def batches(reader: SQLReader) -> list[list[Any]]:
-    """Return the rows of each batch; one is held while the next one is read."""
-    found: list[list[Any]] = []
+async def batches(reader: ShardReader) -> list[list[Any]]:
+    """Return the rows of each batch, which is held while the next one is read."""
+    batches: list[list[Any]] = []
     while len(block := await reader.pull(10**9)):
-        found.append(list(block))
-    return found
+        batches.append(list(block))
+    return batches
 
 
-def check_held(found: list[list[Any]]) -> None:
-    """See that two batches in turn are within the budget, and have few rows."""
-    assert sum(map(len, found)) == COUNT
-    assert max(map(len, found)) <= 3
+def check_held(batches: list[list[Any]]) -> None:
+    """Check that two successive batches are within the budget, and have few rows."""
+    assert sum(map(len, batches)) == COUNT
+    assert max(map(len, batches)) <= 3
     sizes = [
         sum(
             len(value)
@@ -463,7 +462,7 @@ def check_held(found: list[list[Any]]) -> None:
             for value in row.values()
             if isinstance(value, (str, bytes))
         )
-        for rows in found
+        for rows in batches
     ]
     assert max(map(sum, pairwise([0, *sizes]))) <= BUDGET + 100 * COUNT
 
@@ -478,7 +477,7 @@ async def test_large_rows_are_bounded_by_their_bytes(
     made = SQLFormat(database.url, query, key="id", partitions=1, parameters=parameters)
     async with opened(made, BUDGET) as (reader,):
         check_held(await batches(reader))
-    # A range starts with one row: its own rows say how large they are.
+    # A range starts with one row, to learn the size of its rows.
     if database.kind == "sqlite" and not has_parameters:
         database.run("DROP TABLE t")
         fill(database, small=2000)
@@ -526,17 +525,17 @@ with DataLoader(SQLDataset(sys.argv[1], "slow", key="id"), timeout=0.5) as loade
 
 
 @pytest.mark.slow
-def test_a_scan_that_never_ends_lets_the_process_end(sqlite: Database) -> None:
+def test_an_endless_scan_does_not_block_the_exit(sqlite: Database) -> None:
     sqlite.fill("t", 3)
     sqlite.run(ENDLESS)
-    found = python("-c", _ENDLESS, sqlite.url, check=True)
-    assert {*found.stdout.splitlines()} == {"timed out"}
-    assert "runs on in its thread" in found.stderr
+    ended = python("-c", _ENDLESS, sqlite.url, check=True)
+    assert {*ended.stdout.splitlines()} == {"timed out"}
+    assert "runs on in its thread" in ended.stderr
 
 
 @pytest.mark.parametrize("make", [SQLDataset, SQLRows])
-def test_a_file_that_ends_within_a_page(make: Any, sqlite: Database) -> None:
-    """SQLite takes the rest of it to be zeros, and so of rows there."""
+def test_a_file_cut_within_a_page_is_truncated(make: Any, sqlite: Database) -> None:
+    """SQLite would take the missing bytes for zeros, and so for rows."""
     sqlite.fill("t", 3)
     path = Path(sqlite.url.removeprefix("sqlite:///"))
     os.truncate(path, path.stat().st_size - 1)

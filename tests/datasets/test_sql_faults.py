@@ -1,4 +1,4 @@
-"""Databases that refuse, vanish and come back; names that are no names."""
+"""Databases that refuse, vanish and come back; odd names and wrong addresses."""
 
 import asyncio
 import logging
@@ -56,20 +56,22 @@ def guest(postgresql: Database, monkeypatch: pytest.MonkeyPatch) -> tuple[str, s
 
 @pytest.mark.slow
 @WAYS
-@pytest.mark.filterwarnings("ignore:password file")  # asyncpg tells of its rights
+@pytest.mark.filterwarnings(
+    "ignore:password file"
+)  # asyncpg warns about its permissions
 @pytest.mark.parametrize(
     ("password", "line", "mode", "words"),
     [
         (f":{PASSWORD}x", "", 0o600, "password authentication failed for user"),
         (f":{PASSWORD}", "", 0o600, "permission denied for schema"),
         ("", "", 0o600, "password.*; check the user, PGPASSWORD or PGPASSFILE, and gr"),
-        # The drivers read a file; one that others may read is passed over.
+        # The drivers read a password file, unless other users may read it, too.
         ("", "*:5432:postgres:guest:{}", 0o600, "permission denied"),
         ("", "*:*:*:guest:{}", 0o644, "password"),
         ("", "*:*:other:guest:{}", 0o600, "password"),
     ],
 )
-async def test_credentials(
+async def test_refused_credentials_are_not_shown(
     guest: tuple[str, str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -79,7 +81,7 @@ async def test_credentials(
     mode: int,
     words: str,
 ) -> None:
-    """In the URL or a file: refused, and told without them."""
+    """Whether they are in the URL or in a file."""
     url, table = guest
     url = url.replace("guest@", f"guest{password}@")
     if line:
@@ -94,7 +96,7 @@ async def test_credentials(
 
 
 @WAYS
-async def test_a_password_of_the_environment(
+async def test_the_environment_may_hold_the_password(
     postgresql: Database,
     guest: tuple[str, str],
     monkeypatch: pytest.MonkeyPatch,
@@ -119,7 +121,7 @@ async def test_a_password_of_the_environment(
         (("host=", "host=/nowhere"), "^cannot open table 't' of .*No such file or dir"),
     ],
 )
-async def test_no_such_server(
+async def test_missing_servers_and_databases_are_errors(
     postgresql: Database, change: tuple[str, str], words: str
 ) -> None:
     made = SQLFormat(postgresql.url.replace(*change), "t", key="id")
@@ -127,7 +129,7 @@ async def test_no_such_server(
         await rows_of(made)
 
 
-async def test_no_such_file(tmp_path: Path, monkeypatch: Any) -> None:
+async def test_bad_sqlite_files_are_errors(tmp_path: Path, monkeypatch: Any) -> None:
     made = SQLFormat(f"sqlite:///{tmp_path}/x.db", "t", key="id")
     with pytest.raises(ObjectNotFoundError, match="no such file"):
         await rows_of(made)
@@ -143,7 +145,7 @@ async def test_no_such_file(tmp_path: Path, monkeypatch: Any) -> None:
 
 
 @WAYS
-async def test_no_such_table_or_column(database: Database, make: Any) -> None:
+async def test_missing_tables_and_columns_fail(database: Database, make: Any) -> None:
     with pytest.raises(ObjectNotFoundError, match="nothere"):
         await read(make, database.url, "nothere")
     database.fill("t", 3)
@@ -154,7 +156,7 @@ async def test_no_such_table_or_column(database: Database, make: Any) -> None:
 
 
 @WAYS
-async def test_a_table_with_a_dot_in_its_name(database: Database, make: Any) -> None:
+async def test_dots_in_table_names_are_quoted(database: Database, make: Any) -> None:
     database.fill('"my.table"', 3)
     with pytest.raises(ObjectNotFoundError, match=r"dot is quoted, as in '\"my\.table"):
         await read(make, database.url, "my.table")
@@ -162,7 +164,7 @@ async def test_a_table_with_a_dot_in_its_name(database: Database, make: Any) -> 
 
 
 @WAYS
-async def test_a_question_mark_in_a_file_s_name(make: Any, tmp_path: Path) -> None:
+async def test_question_marks_in_paths_are_encoded(make: Any, tmp_path: Path) -> None:
     path = tmp_path / "is it?n=1.db"
     Database(path).fill("t", 3)
     for words in ("", "?immutable=1"):
@@ -185,10 +187,10 @@ def unwritable() -> Iterator[str]:
 
 
 @WAYS
-async def test_wal_mode_in_a_directory_that_cannot_be_written(
+async def test_immutable_reads_a_wal_in_a_read_only_folder(
     make: Any, unwritable: str
 ) -> None:
-    """The remedy in the error works."""
+    """The error says so."""
     rows = await read(make, f"{unwritable}?immutable=1", "t")
     assert [row["id"] for row in rows] == [0, 1, 2]
     with as_nobody(), pytest.raises(DatasetError, match=r"\?immutable=1 to the URL"):
@@ -199,14 +201,14 @@ async def test_wal_mode_in_a_directory_that_cannot_be_written(
 @pytest.mark.parametrize(
     "query", ["SELECT id FROM", "SELECT id FROM t) --", "SELECT 1; DROP TABLE t"]
 )
-async def test_queries_that_are_none(database: Database, query: str) -> None:
+async def test_broken_queries_are_errors(database: Database, query: str) -> None:
     database.fill("t", 3)
     with pytest.raises((DatasetError, ValueError), match=r"syntax|incomplete"):
         await rows_of(SQLFormat(database.url, query, key="id"))
     assert await keys_of(SQLFormat(database.url, "t", key="id")) == [0, 1, 2]
 
 
-async def test_an_error_of_a_row(postgresql: Database) -> None:
+async def test_an_error_in_a_row_names_the_last_key(postgresql: Database) -> None:
     postgresql.fill("t", 5000)
     query = "SELECT id, 1 / (id - 4000) AS x, repeat('x', 100) AS y FROM t"
     made = SQLFormat(postgresql.url, query, key="id", partitions=1)
@@ -278,7 +280,7 @@ async def test_any_name_can_be_read(database: Database, name: str) -> None:
         ({"connections": 0, "keys": [1]}, "connections must be at least 1, got 0"),
     ],
 )
-def test_wrong_arguments(arguments: dict[str, Any], words: str) -> None:
+def test_wrong_arguments_are_refused(arguments: dict[str, Any], words: str) -> None:
     given = {"url": "sqlite:///x.db", "query": "t", "key": "id", **arguments}
     make: Any = SQLRows if "keys" in given else SQLDataset
     with pytest.raises((ValueError, TypeError), match=words):
@@ -297,8 +299,8 @@ def test_wrong_arguments(arguments: dict[str, Any], words: str) -> None:
         ("postgresql://", "postgresql://"),
     ],
 )
-def test_addresses(url: str, label: str) -> None:
-    """Drivers get them as they are, with defaults; errors show no secret."""
+def test_drivers_get_the_postgresql_url_unchanged(url: str, label: str) -> None:
+    """Except for defaults; errors show no secret of it."""
     address = DatabaseURL(url)
     assert address.label == label
     before, _, query = url.partition("?")
@@ -315,7 +317,7 @@ def test_addresses(url: str, label: str) -> None:
         assert said == "x s '\\x or s%20'\\x or ***"
 
 
-def test_addresses_of_files(tmp_path: Path) -> None:
+def test_drivers_get_the_sqlite_path_as_a_uri(tmp_path: Path) -> None:
     path = tmp_path / "a b%#.db"
     path.touch()
     address = DatabaseURL(f"sqlite:///{path}?immutable=1")
@@ -334,10 +336,10 @@ def running(server: Server) -> Any:
 
 
 @pytest.mark.slow
-async def test_a_restart_in_the_middle(
+async def test_reading_survives_a_restart_of_the_server(
     postgresql: Database, running: Server, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Reading goes on behind the last key, on all ranges, with one new snapshot."""
+    """All ranges resume after their last keys, in one new snapshot."""
     wide(postgresql)
     made = SQLFormat(
         postgresql.url, "t", key="id", partitions=4, columns=["id", "body"]
@@ -350,15 +352,17 @@ async def test_a_restart_in_the_middle(
             await beside(running.start)
             more = await asyncio.gather(*rest)
     parts = [[*part, *rows] for part, rows in zip([*parts, []], more, strict=True)]
-    found = [row["id"] for part in parts for row in part]
-    assert found == [*range(4000)]
+    keys = [row["id"] for part in parts for row in part]
+    assert keys == [*range(4000)]
     said = [record.getMessage() for record in caplog.records]
     assert sum("the snapshot of" in line for line in said) == 1
     assert any("retrying" in line for line in said)
 
 
 @pytest.mark.slow
-async def test_a_server_that_stays_away(postgresql: Database, running: Server) -> None:
+async def test_reading_gives_up_on_a_dead_server(
+    postgresql: Database, running: Server
+) -> None:
     wide(postgresql)
     made = SQLFormat(postgresql.url, "t", key="id", partitions=[2000], deadline=0.5)
     async with opened(made, SMALL) as readers:
@@ -378,10 +382,10 @@ async def test_a_server_that_stays_away(postgresql: Database, running: Server) -
 CUT = "SELECT pg_terminate_backend(pid, 20000) FROM pg_stat_activity WHERE"
 
 
-async def test_a_reader_s_connection_is_cut(
+async def test_a_cut_reader_keeps_its_snapshot(
     postgresql: Database, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The snapshot is still there: what was written meanwhile is not seen."""
+    """It does not see what was written meanwhile."""
     wide(postgresql)
     made = SQLFormat(postgresql.url, "t", key="id", partitions=1)
     with caplog.at_level(logging.WARNING, "aioloader"):
@@ -397,10 +401,10 @@ async def test_a_reader_s_connection_is_cut(
     assert said.endswith("retrying")
 
 
-async def test_the_leader_s_connection_is_cut(
+async def test_a_cut_leader_gives_later_ranges_a_new_snapshot(
     postgresql: Database, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Ranges that are begun have the old snapshot, later ones a new one: it is told."""
+    """Ranges under way keep the old one; a warning says so."""
     wide(postgresql)
     made = SQLFormat(postgresql.url, "t", key="id", partitions=[2000])
     with caplog.at_level(logging.WARNING, "aioloader"):
@@ -417,13 +421,13 @@ async def test_the_leader_s_connection_is_cut(
 
 
 @pytest.mark.slow
-async def test_rows_if_a_server_goes(postgresql: Database, running: Server) -> None:
-    """It comes back in time, and then it does not."""
+async def test_rows_survive_a_restart(postgresql: Database, running: Server) -> None:
+    """If the server comes back before the deadline."""
     postgresql.fill("t", 100)
     async with listed(postgresql) as rows:
         assert (await rows[0])["id"] == 0
         await beside(running.stop)
-        reads = [asyncio.create_task(rows[at]) for at in range(20)]
+        reads = [asyncio.create_task(rows[n]) for n in range(20)]
         await asyncio.sleep(0)
         await beside(running.start)
         assert [row["id"] for row in await asyncio.gather(*reads)] == [*range(20)]
@@ -434,8 +438,8 @@ async def test_rows_if_a_server_goes(postgresql: Database, running: Server) -> N
             await rows[1]
 
 
-async def test_a_file_that_is_locked(sqlite: Database) -> None:
-    """A writer without a log locks it for a moment: that is waited for."""
+async def test_a_locked_file_is_waited_for(sqlite: Database) -> None:
+    """A writer without a WAL locks it for a moment."""
     sqlite.fill("t", 3)
     sqlite.run("PRAGMA journal_mode = DELETE")
     path = sqlite.url.removeprefix("sqlite:///")

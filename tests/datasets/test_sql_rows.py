@@ -1,4 +1,4 @@
-"""Rows by key: many by one query, in the order asked, over lost connections."""
+"""Rows by key: many in one query, in the given order, despite lost connections."""
 
 import asyncio
 import pickle
@@ -18,27 +18,27 @@ from datasets.pg import Database, listed
 pytestmark = pytest.mark.slow
 
 
-async def test_rows_of_a_batch(database: Database) -> None:
+async def test_a_batch_has_its_rows_in_the_given_order(database: Database) -> None:
     database.fill("t", 3000)
     async with listed(database, columns=["name", "value"]) as rows:
         indices = [2999, 0, 17, 0, *range(100, 2100)]
-        found = await rows.__getitems__(indices)
-        assert [row["name"] for row in found] == [f"row {at}" for at in indices]
-        assert [*found[0]] == ["name", "value"]
-        assert found[1] == found[3]
-        assert found[1] is not found[3]
+        batch = await rows.__getitems__(indices)
+        assert [row["name"] for row in batch] == [f"row {n}" for n in indices]
+        assert [*batch[0]] == ["name", "value"]
+        assert batch[1] == batch[3]
+        assert batch[1] is not batch[3]
         assert await rows.__getitems__([]) == []
 
 
-async def test_keys_that_are_exact_numbers(postgresql: Database) -> None:
-    """Other kinds are in ``test_sql``."""
+async def test_exact_numbers_may_be_keys(postgresql: Database) -> None:
+    """``test_sql`` has the other kinds."""
     postgresql.run(
         "CREATE TABLE t (id numeric PRIMARY KEY, n INT)",
         "INSERT INTO t SELECT n / 4.0, n FROM generate_series(0, 99) AS n",
     )
     async with listed(postgresql) as rows:
-        found = await rows.__getitems__(range(100))
-        assert [row["n"] for row in found] == [*range(100)]
+        batch = await rows.__getitems__(range(100))
+        assert [row["n"] for row in batch] == [*range(100)]
 
 
 TWICE = "is not unique: {} appears twice"
@@ -52,7 +52,7 @@ TWICE = "is not unique: {} appears twice"
         ("INTEGER UNIQUE", "(NULL), (5), (NULL)", "is NULL in some rows"),
     ],
 )
-async def test_keys_that_cannot_be(
+async def test_null_or_repeated_keys_are_refused(
     database: Database, kind: str, values: str, words: str
 ) -> None:
     database.run(f"CREATE TABLE t (id {kind})", f"INSERT INTO t VALUES {values}")
@@ -74,13 +74,13 @@ async def test_keys_that_cannot_be(
                 await rows[0]
 
 
-async def test_keys_that_are_equal_in_their_collation(sqlite: Database) -> None:
-    """They are told apart by their bytes."""
+async def test_keys_equal_in_their_collation_are_distinct(sqlite: Database) -> None:
+    """Their bytes differ."""
     sqlite.run("CREATE TABLE t (id TEXT COLLATE NOCASE, n INT)")
     sqlite.run("INSERT INTO t VALUES ('A', 1), ('a', 2), ('b', 3)")
     async with listed(sqlite) as rows:
-        found = [await rows[at] for at in range(3)]
-        assert {row["id"]: row["n"] for row in found} == {"A": 1, "a": 2, "b": 3}
+        batch = [await rows[i] for i in range(3)]
+        assert {row["id"]: row["n"] for row in batch} == {"A": 1, "a": 2, "b": 3}
     sqlite.run("INSERT INTO t VALUES ('A', 4)")
     with pytest.raises(DatasetError, match="not unique: 'A' appears twice"):
         await SQLRows.discover(sqlite.url, "t", key="id")
@@ -100,7 +100,7 @@ async def test_given_keys_are_kept_in_their_order(database: Database) -> None:
     assert SQLRows(database.url, "t", key="id", keys=uuids).keys == uuids
 
 
-async def test_rows_are_read_as_they_are(database: Database) -> None:
+async def test_rows_are_read_as_they_are_now(database: Database) -> None:
     database.fill("t", 3)
     async with listed(database) as rows:
         await beside(
@@ -114,7 +114,9 @@ async def test_rows_are_read_as_they_are(database: Database) -> None:
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-async def test_batches_of_tensors(database: Database, num_workers: int) -> None:
+async def test_batches_of_rows_are_tensors(
+    database: Database, num_workers: int
+) -> None:
     database.fill("t", 100)
     rows = SQLRows(
         database.url, "t", key="id", columns=["id", "value"], keys=range(100)
@@ -128,8 +130,7 @@ async def test_batches_of_tensors(database: Database, num_workers: int) -> None:
     )
 
 
-async def test_the_pool_of_a_service(postgresql: Database) -> None:
-    """A batch is one query."""
+async def test_a_given_pool_reads_a_batch_in_one_query(postgresql: Database) -> None:
     postgresql.fill("t", 50)
     asked: list[str] = []
 
@@ -154,8 +155,8 @@ async def test_the_pool_of_a_service(postgresql: Database) -> None:
             [batch async for batch in loader]
 
 
-async def test_no_statement_has_a_name(postgresql: Database) -> None:
-    """Behind a pooler, another client's statement may have the same name."""
+async def test_statements_have_no_names(postgresql: Database) -> None:
+    """With a pooler, another client's statement may have the same name."""
     postgresql.run(
         "CREATE VIEW t AS SELECT n::text AS id, "
         "(SELECT count(*) FROM pg_prepared_statements) AS named "
@@ -163,5 +164,5 @@ async def test_no_statement_has_a_name(postgresql: Database) -> None:
     )
     async with listed(postgresql, connections=1) as rows:
         for _ in range(2):
-            found = await rows.__getitems__(range(10))
-            assert {row["named"] for row in found} == {0}
+            batch = await rows.__getitems__(range(10))
+            assert {row["named"] for row in batch} == {0}

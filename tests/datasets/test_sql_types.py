@@ -1,4 +1,4 @@
-"""What columns of every type are read as, and what NULLs and mixed types do."""
+"""Columns of every type of PostgreSQL and SQLite, with NULLs and mixed types."""
 
 import contextlib
 import datetime as dt
@@ -16,8 +16,7 @@ import pytest
 
 from aioloader import DataLoader
 from aioloader.datasets import SQLDataset, SQLRows
-from aioloader.datasets._arrow.rows import Rows
-from aioloader.datasets._sql.format import SQLFormat
+from aioloader.datasets.sql import SQLFormat
 from aioloader.errors import DatasetError
 from datasets.pg import (
     Database,
@@ -30,10 +29,10 @@ from datasets.pg import (
     rows_of,
 )
 
-# Loaded before a loop runs: Arrow would read a file when the first time is shown.
+# Loaded before a loop runs: Arrow reads a file when it first shows a time.
 UTC = zoneinfo.ZoneInfo("UTC")
 UUID = uuid.UUID("12345678-1234-1234-1234-123456789abc")
-# PostgreSQL's type, a literal, and what is read.
+# A type of PostgreSQL, a literal, and the value that is read.
 TYPES: dict[str, tuple[str, Any]] = {
     "int2": ("-3", np.int16(-3)),
     "int4": ("70000", np.int32(70000)),
@@ -70,8 +69,8 @@ TYPES: dict[str, tuple[str, Any]] = {
 }
 
 
-async def test_types_of_postgresql(postgresql: Database) -> None:
-    """As Arrow has them; what it has not is a decimal or text. Each may be NULL."""
+async def test_postgresql_types_are_read(postgresql: Database) -> None:
+    """Types that Arrow lacks become decimals or text; each may be NULL."""
     columns = [f"c{n} {kind}" for n, kind in enumerate(TYPES)]
     values = [literal for literal, _ in TYPES.values()]
     postgresql.run(
@@ -109,10 +108,10 @@ def latin(server: Server) -> Iterator[str]:
 @pytest.mark.parametrize("make", [SQLDataset, SQLRows])
 @pytest.mark.parametrize("options", ["", "%20-cclient_encoding%3DLATIN1",
                                      "&client_encoding=LATIN1"])  # fmt: skip
-async def test_text_is_that_of_the_database_in_any_encoding(
+async def test_text_is_decoded_whatever_the_client_encoding(
     make: Any, options: str, latin: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of "Ã©" the bytes in Latin-1 are those of "é" in UTF-8."""
+    """In Latin-1, "Ã©" has the bytes that "é" has in UTF-8."""
     texts = ["é", "Ã©", "ÿ"]
     connection = await asyncpg.connect(latin)
     await connection.execute("DROP TABLE IF EXISTS t")
@@ -125,7 +124,7 @@ async def test_text_is_that_of_the_database_in_any_encoding(
     assert [row["s"] for row in rows] == sorted(texts, key=lambda t: t.encode("latin"))
 
 
-async def test_dates_outside_of_pythons_years(postgresql: Database) -> None:
+async def test_dates_outside_of_pythons_years_are_numpys(postgresql: Database) -> None:
     postgresql.run(
         "CREATE TABLE t (id INT PRIMARY KEY, d date, ts timestamp)",
         "INSERT INTO t SELECT n, '2020-01-01' FROM generate_series(0, 5) AS n",
@@ -135,11 +134,11 @@ async def test_dates_outside_of_pythons_years(postgresql: Database) -> None:
     rows = await rows_of(SQLFormat(postgresql.url, "t", key="id"))
     assert rows[3]["d"] == np.datetime64("-0043-03-15")
     assert rows[4]["ts"] == np.datetime64("12000-01-01", "us")
-    async with listed(postgresql) as found:
-        for at in (3, 4):
-            words = f"row of table 't' with id = {at} has a value that Python cannot.*"
+    async with listed(postgresql) as table:
+        for n in (3, 4):
+            words = f"row of table 't' with id = {n} has a value that Python cannot.*"
             with pytest.raises(DatasetError, match=f"{words}years 1 to 9999.*a view"):
-                await found.__getitems__([0, 1, 2, at, 5])
+                await table.__getitems__([0, 1, 2, n, 5])
 
 
 async def test_the_advice_for_nulls_can_be_followed(database: Database) -> None:
@@ -155,7 +154,7 @@ async def test_the_advice_for_nulls_can_be_followed(database: Database) -> None:
             [batch async for batch in loader]
 
 
-async def test_types_of_sqlite(sqlite: Database) -> None:
+async def test_sqlite_types_are_read(sqlite: Database) -> None:
     sqlite.run(
         "CREATE TABLE t (id INTEGER PRIMARY KEY, i INTEGER, r REAL, t TEXT, b BLOB, "
         "d DECIMAL(9, 2), day DATE, yes BOOLEAN, any)",
@@ -174,9 +173,9 @@ async def test_types_of_sqlite(sqlite: Database) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "early", "late", "found"),
+    ("kind", "early", "late", "result"),
     [
-        # The driver takes them for integers; it is told better, and nothing is lost.
+        # The driver takes them for integers; the type is corrected later.
         ("REAL", "NULL", "0.5", 0.5),
         ("TEXT", "NULL", "'x'", "x"),
         ("BLOB", "NULL", "x'01'", b"\1"),
@@ -190,10 +189,10 @@ async def test_types_of_sqlite(sqlite: Database) -> None:
         ("DECIMAL", "7", f"{2**53 + 1}", f"is double and has the integer {2**53 + 1}"),
     ],
 )
-async def test_a_late_value(
-    sqlite: Database, kind: str, early: str, late: str, found: Any
+async def test_the_first_value_after_nulls_decides_the_type(
+    sqlite: Database, kind: str, early: str, late: str, result: Any
 ) -> None:
-    """After NULLs it decides on the type; of another type it is an error."""
+    """A later value of another type is an error."""
     sqlite.fill("n", 5000)
     sqlite.run(f"CREATE TABLE t (id INTEGER PRIMARY KEY, x {kind})")
     sqlite.run(f"INSERT INTO t SELECT id, iif(id = 4000, {late}, {early}) FROM n")
@@ -202,10 +201,10 @@ async def test_a_late_value(
     async with opened(made, budget=1 << 15) as readers:
         with contextlib.ExitStack() as stack:
             if early != "NULL":
-                words = f"column 'x' {found}"
+                words = f"column 'x' {result}"
                 error = stack.enter_context(pytest.raises(DatasetError, match=words))
             while len(block := await readers[0].pull(1000)):
-                assert isinstance(block, Rows)
+                assert hasattr(block, "collate")
                 rows += block
         if early != "NULL":
             assert 1000 < len(rows) <= 4000
@@ -213,13 +212,13 @@ async def test_a_late_value(
             with pytest.raises(DatasetError):
                 await readers[0].pull(1)
             return
-    expected = [{"id": at, "x": found if at == 4000 else None} for at in range(5000)]
+    expected = [{"id": n, "x": result if n == 4000 else None} for n in range(5000)]
     assert rows == expected
 
 
 @pytest.mark.parametrize("bad", ["x'ff41'", "CAST(x'ff41' AS TEXT)"])
-async def test_what_is_among_texts(sqlite: Database, bad: str) -> None:
-    """Numbers are texts; of text that is no UTF-8 only the row fails."""
+async def test_mixed_columns_are_read_as_texts(sqlite: Database, bad: str) -> None:
+    """Text that is not UTF-8 fails only its row."""
     sqlite.run("CREATE TABLE t (id INTEGER PRIMARY KEY, x)")
     sqlite.run("INSERT INTO t VALUES (1, 7), (2, 0.1), (3, 'x'), (4, NULL), (5, 8)")
     made = SQLFormat(sqlite.url, "SELECT x, id FROM t", key="id", columns=["x"])
@@ -235,7 +234,7 @@ async def test_what_is_among_texts(sqlite: Database, bad: str) -> None:
 
 
 async def test_blobs_may_be_keys_of_sqlite(sqlite: Database) -> None:
-    """They are written in hexadecimals in a position; texts are in ``test_sql``."""
+    """Positions hold them in hexadecimal."""
     sqlite.run("CREATE TABLE t (id BLOB PRIMARY KEY, n INTEGER)")
     sqlite.run("INSERT INTO t VALUES (x'', 0), (x'00', 1), (x'7f41', 2), (x'ff', 3)")
     made = SQLFormat(sqlite.url, "t", key="id", partitions=3)
@@ -253,28 +252,28 @@ async def test_blobs_may_be_keys_of_sqlite(sqlite: Database) -> None:
 
 NULL_KEY = r"table 't' of .*: key 'id' is NULL in some"
 NO_KEYS = [
-    # Such rows would be in no range.
+    # Rows with a NULL would be in no range.
     ("sqlite", "INTEGER UNIQUE", "(1), (NULL)", NULL_KEY),
     ("postgresql", "INTEGER UNIQUE", "(1), (NULL)", NULL_KEY),
     *(
         ("postgresql", kind, "(NULL)", "cannot be a key; use bpchar, bytea, date")
         for kind in ("float8", "numeric", "json", "bool", "int4[]")
     ),
-    # A driver takes it for some day, out of order.
+    # A driver reads it as some day, which is out of order.
     ("postgresql", "date", "('2020-01-01'), ('infinity')", "is infinite in some rows"),
-    # SQLite sorts them by type first, and they could not be told apart in Arrow.
+    # SQLite sorts mixed types by type first, and Arrow cannot hold them.
     *(
         ("sqlite", "UNIQUE", values, "must be integer, all text or all blob")
         for values in ("(1), ('x')", "(1.5), (2)", "('a'), (x'00')", "(1), (2.5), (3)")
     ),
-    # Numbers are sorted as one: it is found when it is read.
+    # Mixed numbers have one order: the error comes when the value is read.
     ("sqlite", "UNIQUE", "(1), (1.5), (2)", "column 'id' is int64 .* and double later"),
 ]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("base", "kind", "values", "words"), NO_KEYS, ids=str)
-async def test_what_can_be_no_key(
+async def test_unsuitable_keys_are_refused(
     base: str, kind: str, values: str, words: str, request: Any, server: Any
 ) -> None:
     database = request.getfixturevalue(base)
@@ -290,15 +289,15 @@ async def test_what_can_be_no_key(
 async def test_keys_must_be_unique(database: Database, twice: int) -> None:
     database.fill("n", 2000)
     database.run("CREATE TABLE t (id INTEGER, x TEXT)")
-    one = f"CASE WHEN id > {twice} THEN 1 ELSE 0 END"
-    database.run(f"INSERT INTO t SELECT id - {one}, name FROM n")
+    after = f"CASE WHEN id > {twice} THEN 1 ELSE 0 END"
+    database.run(f"INSERT INTO t SELECT id - {after}, name FROM n")
     made = SQLFormat(database.url, "t", key="id", partitions=2)
     words = f"key 'id' is not unique: {twice} appears twice"
     with pytest.raises(DatasetError, match=words):
         await rows_of(made)
 
 
-async def test_going_on_at_a_key_that_comes_twice(database: Database) -> None:
+async def test_resuming_at_a_repeated_key_is_an_error(database: Database) -> None:
     database.run("CREATE TABLE t (id TEXT)")
     database.run("INSERT INTO t VALUES ('a'), ('b'), ('b'), ('c')")
     made = SQLFormat(database.url, "t", key="id", partitions=1)
@@ -311,8 +310,10 @@ async def test_going_on_at_a_key_that_comes_twice(database: Database) -> None:
 
 
 @pytest.mark.parametrize("collation", ["NOCASE", "RTRIM"])
-async def test_a_collation_that_equates_texts(sqlite: Database, collation: str) -> None:
-    """Reading could not resume between them; a query can tell them apart."""
+async def test_collations_that_equate_texts_are_refused(
+    sqlite: Database, collation: str
+) -> None:
+    """Reading cannot resume between equal texts; a query can tell them apart."""
     sqlite.run(f"CREATE TABLE t (id TEXT COLLATE {collation} PRIMARY KEY)")
     sqlite.run("INSERT INTO t VALUES ('a'), ('B'), ('c')")
     words = "the collation of key 'id' equates different texts; make a key in a query"
@@ -324,7 +325,7 @@ async def test_a_collation_that_equates_texts(sqlite: Database, collation: str) 
         assert [row["id"] for row in await resumed(made, 0, count)] == ["B", "a", "c"]
 
 
-async def test_keys_in_a_collation_of_postgresql(postgresql: Database) -> None:
+async def test_keys_may_have_a_postgresql_collation(postgresql: Database) -> None:
     postgresql.run('CREATE TABLE t (id TEXT COLLATE "POSIX")')
     postgresql.run("INSERT INTO t VALUES ('A'), ('a'), ('b')")
     query = "SELECT id FROM t WHERE id <> $1"
@@ -334,7 +335,7 @@ async def test_keys_in_a_collation_of_postgresql(postgresql: Database) -> None:
 
 # -- postgreSQL's exact numbers and infinite dates ------------------------------------
 
-# More digits than a float has; NaN, which Arrow's decimals have not.
+# More digits than floats have, and NaN, which Arrow's decimals lack.
 EXACT = ["12345678901234567890.123456789", "0.1", "NaN", "9007199254740993", "1e-40"]
 INFINITE = [
     ("date", "'infinity'"),
@@ -377,8 +378,8 @@ WAYS = pytest.mark.parametrize("kind", ["ranges", "query", "keys"])
 
 
 @WAYS
-async def test_exact_numbers(postgresql: Database, kind: str) -> None:
-    """They keep their digits, or are the nearest floats."""
+async def test_exact_numbers_keep_their_digits(postgresql: Database, kind: str) -> None:
+    """With numeric="float", they become the nearest floats."""
     fill_exact(postgresql)
     rows = await values_of(postgresql, kind)
     expected = [str(decimal.Decimal(text)) for text in EXACT]
@@ -388,8 +389,8 @@ async def test_exact_numbers(postgresql: Database, kind: str) -> None:
     assert rows[0]["m"] == decimal.Decimal("92233720368547758.07")
     assert list(rows[0]["ms"]) == [decimal.Decimal("1.5")]
     rows = await values_of(postgresql, kind, numeric="float")
-    found = [row["x"] for row in rows[:-1]]
-    np.testing.assert_array_equal(found, [float(text) for text in EXACT])
+    floats = [row["x"] for row in rows[:-1]]
+    np.testing.assert_array_equal(floats, [float(text) for text in EXACT])
     assert float(rows[1]["xs"][0]) == 0.1
     assert float(rows[0]["m"]) == 92233720368547758.07
     assert float(rows[0]["ms"][0]) == 1.5
@@ -398,14 +399,14 @@ async def test_exact_numbers(postgresql: Database, kind: str) -> None:
 @pytest.mark.slow
 @pytest.mark.one_loop
 @WAYS
-@pytest.mark.parametrize(("type_", "value"), INFINITE)
+@pytest.mark.parametrize(("type_", "literal"), INFINITE)
 async def test_an_infinite_date_is_an_error(
-    postgresql: Database, kind: str, type_: str, value: str
+    postgresql: Database, kind: str, type_: str, literal: str
 ) -> None:
     postgresql.run(
         "CREATE DOMAIN days AS date[]",
         f"CREATE TABLE t (id INT PRIMARY KEY, n INT, d {type_})",
-        f"INSERT INTO t VALUES (6, 60, NULL), (7, 70, {value}), (8, 80, NULL)",
+        f"INSERT INTO t VALUES (6, 60, NULL), (7, 70, {literal}), (8, 80, NULL)",
     )
     words = r"row of .* with id = 7 has an infinite date in column 'd'.*infinity='null'"
     with pytest.raises(DatasetError, match=words):
@@ -414,12 +415,12 @@ async def test_an_infinite_date_is_an_error(
                 raise row.error
     rows = await values_of(postgresql, kind, infinity="null")
     assert [row["n"] for row in rows] == [60, 70, 80]
-    found = rows[1]["d"]
-    if isinstance(found, list):
-        assert found[-1] is None
-        assert found[:-1] in ([], [dt.date(2020, 1, 1), None])
+    value = rows[1]["d"]
+    if isinstance(value, list):
+        assert value[-1] is None
+        assert value[:-1] in ([], [dt.date(2020, 1, 1), None])
     else:
-        assert found is None
+        assert value is None
 
 
 async def test_only_the_row_with_an_infinite_date_fails(postgresql: Database) -> None:
@@ -436,11 +437,11 @@ async def test_only_the_row_with_an_infinite_date_fails(postgresql: Database) ->
     assert rows[0]["d"] == dt.date(9999, 12, 31)
     stream = SQLDataset(postgresql.url, "t", key="id")
     loader: Any = DataLoader(stream.map(lambda row: row["id"]), 3, on_error="skip")
-    found = [n async for batch in loader for n in batch.tolist()]
-    assert sorted(found) == [0, 1, 2, 3, 4, 6, 7, 8, 9]
+    ids = [n async for batch in loader for n in batch.tolist()]
+    assert sorted(ids) == [0, 1, 2, 3, 4, 6, 7, 8, 9]
 
 
-# Of a column, its type and a value.
+# The type of a column, and a value.
 NESTED = {
     "visit": "'(infinity,1)'",
     "visit[]": "'{\"(infinity,1)\"}'",
@@ -461,7 +462,7 @@ NESTED = {
 async def test_dates_money_and_oids_within_other_types_are_refused(
     postgresql: Database, kind: str
 ) -> None:
-    """Drivers read some of them as other values; the cast in the error is text."""
+    """Drivers misread some of them; the cast in the error reads text."""
     columns = [f"c{n} {type_}" for n, type_ in enumerate(NESTED)]
     postgresql.run(
         "CREATE DOMAIN day AS date",
@@ -484,13 +485,13 @@ async def test_dates_money_and_oids_within_other_types_are_refused(
     sql = f"SELECT id, {', '.join(f'{c} AS c{n}' for n, c in enumerate(casts))} FROM t"
     postgresql.run(f"CREATE VIEW v AS {sql}")
     (row,) = await values_of(postgresql, kind, table="v")
-    found = [row["c0"], row["c8"], row["c10"]]
-    assert found == ["(infinity,1)", "{infinity}", "{4000000000}"]
+    texts = [row["c0"], row["c8"], row["c10"]]
+    assert texts == ["(infinity,1)", "{infinity}", "{4000000000}"]
 
 
 @WAYS
 async def test_money_in_a_composite_is_refused(postgresql: Database, kind: str) -> None:
-    """Also by asyncpg, which decodes no such type."""
+    """Also by asyncpg, which cannot decode such a type."""
     postgresql.run(
         "CREATE TYPE price AS (n INT, m money)",
         "CREATE TABLE t (id INT PRIMARY KEY, p price)",
@@ -504,7 +505,7 @@ async def test_money_in_a_composite_is_refused(postgresql: Database, kind: str) 
 async def test_numbers_within_other_types_are_exact(
     postgresql: Database, kind: str
 ) -> None:
-    """In composites, ranges and arrays of domains; such dates are refused."""
+    """In composites, ranges and arrays of domains."""
     postgresql.run(
         "CREATE DOMAIN amount AS numeric",
         "CREATE DOMAIN small AS INT",

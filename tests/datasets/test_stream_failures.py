@@ -78,14 +78,14 @@ DEAD: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("name", DEAD)
-async def test_it_ends_with_its_error(name: str) -> None:
+async def test_a_dead_stream_ends_with_its_error(name: str) -> None:
     loader: Any = DataLoader(DEAD[name](), 4, **SKIP)
     with pytest.raises(OSError, match="cannot connect"):
         await beside(lambda: list(loader))
 
 
 @pytest.mark.parametrize("fetch", ["workers", "loader"])
-async def test_in_workers(fetch: Any) -> None:
+async def test_workers_report_the_error_of_a_dead_stream(fetch: Any) -> None:
     loader: Any = DataLoader(
         from_iterable(Stuck), 4, on_error="skip", num_workers=1, fetch=fetch
     )
@@ -93,8 +93,8 @@ async def test_in_workers(fetch: Any) -> None:
         await beside(lambda: list(loader))
 
 
-async def test_samples_before_the_error_are_given() -> None:
-    def some() -> Iterator[int]:
+async def test_samples_before_the_error_are_delivered() -> None:
+    def lost() -> Iterator[int]:
         yield from range(5)
         raise OSError("lost")
 
@@ -102,12 +102,12 @@ async def test_samples_before_the_error_are_given() -> None:
         await asyncio.sleep(0)
         return number
 
-    for stream in (from_iterable(some), from_iterable(some).map(same, concurrency=2)):
+    for stream in (from_iterable(lost), from_iterable(lost).map(same, concurrency=2)):
         iterator = aiter(stream)
         assert [await anext(iterator) for _ in range(5)] == [*range(5)]
         with pytest.raises(OSError, match="lost"):
             await anext(iterator)
-        assert [one async for one in iterator] == []
+        assert [sample async for sample in iterator] == []
 
 
 def missing(folder: Path, *names: str) -> Any:
@@ -116,7 +116,7 @@ def missing(folder: Path, *names: str) -> Any:
     return TextDataset([str(folder / name) for name in names])
 
 
-async def test_no_shard_can_be_opened(tmp_path: Path) -> None:
+async def test_skipping_all_shards_is_an_error(tmp_path: Path) -> None:
     loader: Any = DataLoader(missing(tmp_path, "0.txt", "7.txt"), 4, **SKIP)
     assert await beside(lambda: list(loader)) == [["a", "b"]]
     assert len(loader.skipped) == 1
@@ -149,7 +149,7 @@ async def test_failures_of_all_readers_share_a_budget(workers: int, fetch: Any) 
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-async def test_a_fraction_is_of_the_samples_that_there_were(workers: int) -> None:
+async def test_a_skip_fraction_is_of_the_samples_read(workers: int) -> None:
     def loader(stream: Any, size: int, limit: float) -> Any:
         return DataLoader(stream, size, num_workers=workers, on_error=Skip(limit))
 
@@ -160,7 +160,7 @@ async def test_a_fraction_is_of_the_samples_that_there_were(workers: int) -> Non
     assert [len(batch) for batch in await beside(lambda: list(refilled))] == [6]
 
 
-# -- what streams do ahead of their consumer, beside the loop, and without tasks -------
+# -- what streams do in advance, in threads, and without tasks -------------------------
 
 
 def numbers(count: int = 40) -> Any:
@@ -168,7 +168,7 @@ def numbers(count: int = 40) -> Any:
 
 
 async def test_an_async_map_refills_as_calls_end() -> None:
-    """Not only when a pull comes; and no further than twice its concurrency."""
+    """Without a pull, but no further than twice its concurrency."""
     started: list[int] = []
     reached = {count: asyncio.Event() for count in (4, 8)}
     release = asyncio.Event()
@@ -195,19 +195,19 @@ async def test_an_async_map_refills_as_calls_end() -> None:
 
 @pytest.fixture
 def looked_up(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
-    found: dict[int, int] = {}
+    counts: dict[int, int] = {}
     take = ShuffledIndices.take
 
     def counted(order: ShuffledIndices, start: int, stop: int) -> Any:
         thread = threading.get_ident()
-        found[thread] = found.get(thread, 0) + stop - start
+        counts[thread] = counts.get(thread, 0) + stop - start
         return take(order, start, stop)
 
     monkeypatch.setattr(ShuffledIndices, "take", counted)
-    return found
+    return counts
 
 
-async def test_long_orders_are_made_beside_the_loop(looked_up: dict[int, int]) -> None:
+async def test_long_orders_are_shuffled_in_a_thread(looked_up: dict[int, int]) -> None:
     here = threading.get_ident()
     made = Memory(list, made=[[shard] for shard in range(5000)])
     shards: ShardedStream[int] = ShardedStream(made, shuffle=True)
@@ -221,7 +221,7 @@ async def test_long_orders_are_made_beside_the_loop(looked_up: dict[int, int]) -
     assert looked_up[here] == 100
 
 
-async def test_no_sample_waits_for_another_one() -> None:
+async def test_no_sample_waits_for_the_next_one() -> None:
     more = asyncio.Event()
 
     async def live() -> AsyncIterator[int]:
@@ -240,8 +240,8 @@ async def test_no_sample_waits_for_another_one() -> None:
 
 # -- shards that can be read when a state is saved, or loaded, and not both ------------
 
-# A step that had read ahead counts from where it began, and a shard that cannot be read
-# is one failed sample there: to count over it would lose samples, or double them.
+# A step that has read ahead counts samples from its start, and an unreadable shard is
+# one failed sample there: skipping the same count would lose or repeat samples.
 
 GOOD = {f"{shard}-{place}" for shard in (0, 1, 3, 4) for place in range(5)}
 LOST = {f"2-{place}" for place in range(5)}
@@ -255,7 +255,7 @@ def lines(folder: Path, **options: Any) -> Any:
     for shard in range(5):
         text = "".join(f"{shard}-{place}\n" for place in range(5))
         (folder / f"{shard}.txt").write_text(text)
-    return TextDataset([str(folder / f"{one}.txt") for one in range(5)], **options)
+    return TextDataset([str(folder / f"{shard}.txt") for shard in range(5)], **options)
 
 
 def number_of(line: str) -> list[int]:
@@ -264,7 +264,7 @@ def number_of(line: str) -> list[int]:
 
 def lines_of(sample: Any) -> list[str]:
     tokens = sample["input_ids"].tolist()
-    return [f"{one // 10}-{one % 10}" for one in tokens if one >= 0]
+    return [f"{n // 10}-{n % 10}" for n in tokens if n >= 0]
 
 
 CHAINS: dict[str, Callable[[Path], Any]] = {
@@ -286,12 +286,12 @@ CHAINS: dict[str, Callable[[Path], Any]] = {
 
 
 async def read_all(stream: Any, count: int | None = None, state: Any = None) -> Any:
-    """Return samples, the texts of errors, and the state after so many of both."""
+    """Return samples, texts of errors, and the state after ``count`` of both."""
     stream = stream.shard(0, 1)
-    found, state = await shards.read(stream, count, state, errors=FileNotFoundError)
-    errors = [str(one) for one in found if isinstance(one, FileNotFoundError)]
-    samples = [one for one in found if not isinstance(one, FileNotFoundError)]
-    flat = [one if isinstance(one, list) else [one] for one in samples]
+    mixed, state = await shards.read(stream, count, state, errors=FileNotFoundError)
+    errors = [str(x) for x in mixed if isinstance(x, FileNotFoundError)]
+    samples = [x for x in mixed if not isinstance(x, FileNotFoundError)]
+    flat = [x if isinstance(x, list) else [x] for x in samples]
     return [*itertools.chain.from_iterable(flat)], errors, state
 
 
@@ -303,32 +303,34 @@ def hide(folder: Path, *, is_hidden: bool) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CHAINS)
-@pytest.mark.parametrize("was_hidden", [False, True])
-async def test_exact_or_refused(name: str, *, was_hidden: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("gone", [False, True])
+async def test_a_stream_with_vanished_shards_resumes_exactly_or_fails(
+    name: str, gone: bool, tmp_path: Path
+) -> None:
     refused = 0
     for count in range(1, 12):
         stream = CHAINS[name](tmp_path)
-        if was_hidden:
+        if gone:
             hide(tmp_path, is_hidden=True)
         before, errors, state = await read_all(stream, count)
-        hide(tmp_path, is_hidden=not was_hidden)
+        hide(tmp_path, is_hidden=not gone)
         try:
             after, more, _ = await read_all(stream, None, state)
         except ShardChangedError as error:
             assert "2.txt" in str(error) or "now it can;" in str(error)  # noqa: PT017
             refused += 1
         else:
-            found = sorted({*before, *after} - {*"abcdef"} - LOST)
-            assert found == sorted(GOOD)
+            good = sorted({*before, *after} - {*"abcdef"} - LOST)
+            assert good == sorted(GOOD)
             assert len({*before, *after}) == len([*before, *after])
             assert errors or more or {*before, *after} >= LOST
-        hide(tmp_path, is_hidden=False) if not was_hidden else None
+        hide(tmp_path, is_hidden=False) if not gone else None
     assert refused < 11
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CHAINS)
-async def test_what_was_missing_before_may_be_missing_still(
+async def test_shards_that_stay_missing_resume_exactly(
     name: str, tmp_path: Path
 ) -> None:
     stream = CHAINS[name](tmp_path)
@@ -341,7 +343,7 @@ async def test_what_was_missing_before_may_be_missing_still(
         assert len(errors) + len(more) >= 1
 
 
-async def test_it_is_refused_for_good_and_no_policy_skips_it(tmp_path: Path) -> None:
+async def test_a_vanished_shard_cannot_be_skipped(tmp_path: Path) -> None:
     stream = lines(tmp_path).shuffle(20)
     _, _, state = await read_all(stream, 3)
     hide(tmp_path, is_hidden=True)
@@ -359,7 +361,7 @@ async def test_it_is_refused_for_good_and_no_policy_skips_it(tmp_path: Path) -> 
 
 
 async def test_a_pass_that_was_lost_is_not_repeated(tmp_path: Path) -> None:
-    """Nor does the stream end quietly, if that was known before the state was saved."""
+    """The stream does not end silently, even if that was known when saving."""
     (tmp_path / "a").touch()
     stream = TextDataset(["a"], store=tmp_path).repeat()
     (tmp_path / "a").unlink()
@@ -374,16 +376,18 @@ async def test_a_pass_that_was_lost_is_not_repeated(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("limit", [1, 2, 5])
-async def test_each_shard_before_what_is_skipped(limit: int, tmp_path: Path) -> None:
+async def test_skip_reports_each_lost_shard(limit: int, tmp_path: Path) -> None:
     stream = lines(tmp_path, interleave=5).skip(12)
     for name in ("0.txt", "1.txt", "3.txt"):
         (tmp_path / name).unlink()
 
-    def show(one: Any) -> Any:
-        return one if type(one) is str else "lost"
+    def show(sample: Any) -> Any:
+        return sample if type(sample) is str else "lost"
 
     whole, _ = await shards.pulled(stream.shard(0, 1), [limit], show=show)
-    assert whole == ["lost"] * 3 + ["4-4"]  # nine samples of the others are dropped
+    assert whole == ["lost"] * 3 + [
+        "4-4"
+    ]  # nine samples of the remaining shards are skipped
     for count in range(len(whole) + 1):
         part = stream.shard(0, 1)
         head, state = await shards.pulled(part, [limit], count, show=show)
@@ -392,7 +396,7 @@ async def test_each_shard_before_what_is_skipped(limit: int, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("size", [4, 30])
-async def test_a_shard_in_a_batch_that_is_dropped(size: int, tmp_path: Path) -> None:
+async def test_lost_shards_of_dropped_batches_count(size: int, tmp_path: Path) -> None:
     stream = lines(tmp_path).batch(size, drop_last=True)
     (tmp_path / "4.txt").unlink()
     samples, errors, _ = await read_all(stream)
@@ -413,8 +417,8 @@ def unsteady(fails: list[bool]) -> Callable[[str], str]:
     return function
 
 
-async def test_what_fails_in_a_function_may_succeed_later(tmp_path: Path) -> None:
-    """Places stay; a batch whose failed sample was passed on is not dropped."""
+async def test_a_failed_call_may_succeed_after_resuming(tmp_path: Path) -> None:
+    """Positions stay; a batch whose failed sample was delivered is not dropped."""
     fails = [True]
     for stream in (
         lines(tmp_path).map(unsteady(fails)).shuffle(8),

@@ -43,7 +43,7 @@ async def is_even_async(number: int) -> bool:
     return is_even(number)
 
 
-async def test_take_and_skip() -> None:
+async def test_take_and_skip_count_samples() -> None:
     assert await items(numbers().take(3)) == [0, 1, 2]
     assert await items(numbers().skip(37)) == [37, 38, 39]
     assert await items(numbers().skip(5).take(2).skip(1)) == [6]
@@ -51,7 +51,7 @@ async def test_take_and_skip() -> None:
     assert await items(numbers().skip(99)) == await items(numbers().take(0)) == []
 
 
-async def test_what_is_not_taken_is_not_read() -> None:
+async def test_take_reads_no_further() -> None:
     made: list[int] = []
 
     async def count() -> Any:
@@ -59,13 +59,13 @@ async def test_what_is_not_taken_is_not_read() -> None:
             made.append(number)
             yield number
 
-    found, _ = await pulled(from_async_iterable(count).take(3))
-    assert found == made == [0, 1, 2]
+    samples, _ = await pulled(from_async_iterable(count).take(3))
+    assert samples == made == [0, 1, 2]
 
 
 @pytest.mark.parametrize("function", [negative, negative_async])
 @pytest.mark.parametrize("concurrency", [1, 7, 64])
-async def test_map(function: Callable[[int], Any], concurrency: int) -> None:
+async def test_map_keeps_the_order_of_samples(function: Any, concurrency: int) -> None:
     stream = numbers(13).map(function, concurrency=concurrency)
     assert await items(stream) == [-number for number in range(13)]
 
@@ -87,7 +87,7 @@ async def test_map_awaits_many_at_once() -> None:
 
 
 @pytest.mark.parametrize("function", [is_even, is_even_async])
-async def test_filter(function: Callable[[int], Any]) -> None:
+async def test_filter_keeps_matching_samples(function: Callable[[int], Any]) -> None:
     assert await items(numbers(12).filter(function)) == [0, 2, 4, 6, 8, 10]
 
 
@@ -103,13 +103,13 @@ FAILING: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("step", FAILING)
-async def test_what_fails_is_one_sample(step: str) -> None:
-    found, _ = await read(FAILING[step](numbers(20)), errors=ValueError)
-    (error,) = (one for one in found if isinstance(one, ValueError))
+async def test_a_failed_sample_fails_alone(step: str) -> None:
+    samples, _ = await read(FAILING[step](numbers(20)), errors=ValueError)
+    (error,) = (x for x in samples if isinstance(x, ValueError))
     assert str(error) == "unlucky"
     assert "of the stream" in error.__notes__[0]
-    found.remove(error)
-    flat = [n for one in found for n in (one if isinstance(one, list) else [one])]
+    samples.remove(error)
+    flat = [n for x in samples for n in (x if isinstance(x, list) else [x])]
     assert {abs(number) for number in flat} >= {12, 14} - {13}
     assert 13 not in {abs(number) for number in flat}
 
@@ -117,7 +117,7 @@ async def test_what_fails_is_one_sample(step: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("fetch", ["loader", "workers"])
 @pytest.mark.parametrize("num_workers", [0, 1])
-async def test_a_loaders_policy_decides(num_workers: int, fetch: Any) -> None:
+async def test_on_error_skips_or_raises(num_workers: int, fetch: Any) -> None:
     options: dict[str, Any] = {"num_workers": num_workers}
     if num_workers:
         options["fetch"] = fetch
@@ -125,22 +125,22 @@ async def test_a_loaders_policy_decides(num_workers: int, fetch: Any) -> None:
     loader: Any = DataLoader(stream, 5, on_error="skip", collate_fn=list, **options)
     batches = await beside(lambda: list(loader))
     assert [-n for batch in batches for n in batch] == [*range(13), *range(14, 20)]
-    assert [repr(one.error) for one in loader.skipped] == ["ValueError('unlucky')"]
+    assert [repr(skip.error) for skip in loader.skipped] == ["ValueError('unlucky')"]
     iterator = iter(DataLoader(stream, 5, collate_fn=list, **options))
-    found = await beside(lambda: [next(iterator), next(iterator)])
+    batches = await beside(lambda: [next(iterator), next(iterator)])
     with pytest.raises(ValueError, match="unlucky"):
         await beside(lambda: next(iterator))
-    found += await beside(lambda: list(iterator))
-    assert [-n for batch in found for n in batch] == [*range(10), *range(14, 20)]
+    batches += await beside(lambda: list(iterator))
+    assert [-n for batch in batches for n in batch] == [*range(10), *range(14, 20)]
 
 
 async def test_shuffle_permutes_windows() -> None:
     stream = numbers(100).shuffle(32, seed=3)
     first, second = await items(stream), await items(stream)
     assert first != second
-    for found in (first, second):
+    for order in (first, second):
         for start in range(0, 100, 32):
-            window = found[start : start + 32]
+            window = order[start : start + 32]
             assert sorted(window) == list(range(start, min(start + 32, 100)))
             assert window != sorted(window)
     again = numbers(100).shuffle(32, seed=3)
@@ -162,7 +162,7 @@ async def test_shuffle_holds_two_windows() -> None:
     assert max(ahead) < 64
 
 
-async def test_batch() -> None:
+async def test_batch_groups_samples_into_lists() -> None:
     assert await items(numbers(7).batch(3)) == [[0, 1, 2], [3, 4, 5], [6]]
     assert await items(numbers(7).batch(3, drop_last=True)) == [[0, 1, 2], [3, 4, 5]]
     loader: Any = DataLoader(numbers(7).batch(3), batch_size=None)
@@ -170,13 +170,13 @@ async def test_batch() -> None:
     assert batches == [[0, 1, 2], [3, 4, 5], [6]]
 
 
-def test_repr_and_pickle() -> None:
+def test_repr_and_pickle_keep_the_steps() -> None:
     stream = numbers().shuffle(10).map(abs).batch(2)
     assert repr(stream) == "stream of range.shuffle(10).map(...).batch(...)"
     assert repr(pickle.loads(pickle.dumps(stream))) == repr(stream)
 
 
-async def test_generators_are_closed_where_they_run() -> None:
+async def test_generators_are_closed_with_their_stream() -> None:
     closed: list[str] = []
 
     def plain() -> Any:
@@ -198,8 +198,7 @@ async def test_generators_are_closed_where_they_run() -> None:
     assert closed == ["plain", "coloured"]
 
 
-async def test_a_closed_stream_has_no_function_that_runs_on() -> None:
-    """The end waits for a function that is running in a thread."""
+async def test_closing_waits_for_a_running_function() -> None:
     entered, leave = threading.Event(), threading.Event()
 
     def slow(number: int) -> int:

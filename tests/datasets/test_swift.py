@@ -28,7 +28,7 @@ ACCESS_KEY, STRANGER = "test:owner", "test:stranger"
 SECRET = "MARKER7secret"
 REGION = "us-east-1"
 BUCKET = "bucket"
-# Less than there are objects: a listing takes several pages.
+# Fewer than there are objects, so that a listing takes several pages.
 PAGE = 5
 
 
@@ -40,11 +40,11 @@ class Swift:
         script = Path(__file__).with_name("swift_server.py")
         users = [f"{ACCESS_KEY}={SECRET}=.admin", f"{STRANGER}={SECRET}="]
         self._process = subprocess.Popen(
-            # -P: the modules beside the script are not for it
+            # -P: it must not import the modules next to the script
             [sys.executable, "-P", script, self._folder, REGION, str(PAGE), *users],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            start_new_session=True,  # a signal for the tests is not for it
+            start_new_session=True,  # it must not get signals for the tests
         )
         assert self._process.stdout is not None
         with self._process.stdout as said:
@@ -71,7 +71,7 @@ class Swift:
 
     def close(self) -> None:
         self._process.communicate()
-        shutil.rmtree(self._folder, ignore_errors=True)  # of one that did not start
+        shutil.rmtree(self._folder, ignore_errors=True)  # if it did not start
 
 
 @pytest.fixture(scope="session")
@@ -125,7 +125,7 @@ USES: list[tuple[Use, str]] = [
     ],
     ids=["secret", "nobody", "stranger"],
 )
-async def test_refusals(
+async def test_refused_requests_show_no_secret(
     bucket: str,
     monkeypatch: pytest.MonkeyPatch,
     use: Use,
@@ -141,12 +141,12 @@ async def test_refusals(
     assert f"{bucket}/{place}" in str(error)
     assert error.attempts == 1
     said = everything_said(error)
-    # Nor what the server tells: who asked, what was to be signed, and the signature.
+    # Nor the server's details: the user, the string to sign, and the signature.
     for word in (SECRET, "test:", "StringToSign", "SignatureProvided"):
         assert word not in said
 
 
-async def test_options_go_before_the_environment(
+async def test_options_take_precedence_over_the_environment(
     filled: Swift, bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "not-the-secret")
@@ -164,8 +164,8 @@ async def test_options_go_before_the_environment(
         num_workers=1,
         collate_fn=list,
     )
-    ((found,),) = await beside(lambda: list(loader))
-    assert bytes(found) == CONTENTS["cats/z.bin"]
+    ((data,),) = await beside(lambda: list(loader))
+    assert bytes(data) == CONTENTS["cats/z.bin"]
     stream = TarDataset(f"{bucket}/tar/*.tar", store_options=wrong)
     with pytest.raises(ObjectPermissionError, match="HTTP 403 Forb") as listed:
         await read(stream)

@@ -1,4 +1,4 @@
-"""Parquet and Arrow files: all rows, from any on; no damage in silence."""
+"""Parquet and Arrow files: all rows, from any row on; no damage is silent."""
 
 import gzip
 import pickle
@@ -15,14 +15,12 @@ from pyarrow import compute as pc
 from pyarrow import feather
 from pyarrow import parquet as pq
 
-from aioloader._base.blocks import FailedSample
 from aioloader.datasets._arrow import ipc
 from aioloader.datasets._arrow.csv import CSVFormat, Dialect
 from aioloader.datasets._arrow.ipc import ArrowFormat
 from aioloader.datasets._arrow.memory import MemoryFormat
 from aioloader.datasets._arrow.parquet import ParquetFormat
 from aioloader.datasets._arrow.projection import Projection
-from aioloader.datasets._arrow.rows import Rows
 from aioloader.errors import DatasetError, ObjectNotFoundError, TruncatedReadError
 from datasets.shards import put
 from datasets.tables import (
@@ -87,12 +85,11 @@ async def test_begins_at_every_row(kind: str, is_remote: bool, tmp_path: Path) -
 async def test_rows_come_in_columns(kind: str, tmp_path: Path) -> None:
     path = write(tmp_path / f"a.{kind}", NUMBERED)
     form = made(path, columns=["text", "n"])
-    found = await shards(form)
+    listed = await shards(form)
     form = pickle.loads(pickle.dumps(form))
     assert repr(form) == f"{type(form).__name__}({path!r})"
-    reader = form.open(tuple(found[0]), {"row": 18}, 1 << 20)
-    block = await reader.pull(2)
-    assert isinstance(block, Rows)
+    reader = form.open(tuple(listed[0]), {"row": 18}, 1 << 20)
+    block: Any = await reader.pull(2)
     assert block.collate() == {"text": ["18", "19"], "n": pytest.approx([18, 19])}
     assert reader.position() == {"row": 20}
     await reader.aclose()
@@ -100,7 +97,9 @@ async def test_rows_come_in_columns(kind: str, tmp_path: Path) -> None:
 
 @PLACES
 @KINDS
-async def test_columns_and_nulls(kind: str, is_remote: bool, tmp_path: Path) -> None:
+async def test_columns_are_selected_and_nulls_replaced(
+    kind: str, is_remote: bool, tmp_path: Path
+) -> None:
     table = every_type().append_column("struct.a", pa.array(range(50)))
     path = write(tmp_path / f"a.{kind}", table)
     nulls = {"float64": -1, "text": "?", "category": "none"}
@@ -108,7 +107,7 @@ async def test_columns_and_nulls(kind: str, is_remote: bool, tmp_path: Path) -> 
     form = made(path, is_remote=is_remote, columns=names, nulls=nulls)
     expected = table.select(names).to_pylist()
     for row in expected:
-        row |= {name: one for name, one in nulls.items() if row[name] is None}
+        row |= {name: value for name, value in nulls.items() if row[name] is None}
     rows = await read_all(form)
     assert plain(rows) == expected
     assert list(rows[0]) == names
@@ -116,9 +115,9 @@ async def test_columns_and_nulls(kind: str, is_remote: bool, tmp_path: Path) -> 
 
 @PLACES
 @KINDS
-async def test_wide_tables(kind: str, is_remote: bool, tmp_path: Path) -> None:
-    """A footer, or a schema, of more than a request, and columns found in it."""
-    table = pa.table({f"column {at}": [at, at] for at in range(1000)})
+async def test_reads_wide_tables(kind: str, is_remote: bool, tmp_path: Path) -> None:
+    """The footer or the schema is larger than a request."""
+    table = pa.table({f"column {i}": [i, i] for i in range(1000)})
     path = write(tmp_path / f"a.{kind}", table)
     names = ["column 999", "column 7"]
     form = made(path, is_remote=is_remote, columns=names)
@@ -131,19 +130,19 @@ async def test_wide_tables(kind: str, is_remote: bool, tmp_path: Path) -> None:
      r"'n' of 'b\.\w+' is of type string, and it is int64 in 'a\."),
     ({"text": ["1"]}, r"'b\.\w+' has no column 'n'; its columns are 'text'"),
 ])  # fmt: skip
-async def test_missing_and_other_columns_are_named(
+async def test_missing_and_other_columns_are_errors(
     columns: Any, message: str, kind: str, tmp_path: Path
 ) -> None:
     paths = [write(tmp_path / f"{name}.{kind}", NUMBERED) for name in "ab"]
     form = made(paths)
-    found = await shards(form)
+    expected = await shards(form)
     write(Path(paths[1]), pa.table(columns))
     for listed in (made(paths), form):
         with pytest.raises(DatasetError, match=message) as caught:
             await shards(listed)
         assert caught.value.location == f"b.{kind}"
     with pytest.raises(DatasetError, match=message):
-        await read_shard(pickle.loads(pickle.dumps(form)), found[-1])
+        await read_shard(pickle.loads(pickle.dumps(form)), expected[-1])
 
 
 # -- damage ------------------------------------------------------------------------
@@ -156,10 +155,10 @@ async def test_cut_files_are_errors(kind: str, is_remote: bool, tmp_path: Path) 
     path = tmp_path / f"cut.{kind}"
     for length in [*range(0, len(whole), 61), len(whole) - 1, len(whole) - 8]:
         put(path, whole[:length])
-        found = await outcome(path, Local(is_remote=is_remote))
-        assert isinstance(found, TruncatedReadError)
-        assert found.location == path.name
-        assert kind != "parquet" or f"{length:,} bytes" in str(found)
+        error = await outcome(path, Local(is_remote=is_remote))
+        assert isinstance(error, TruncatedReadError)
+        assert error.location == path.name
+        assert kind != "parquet" or f"{length:,} bytes" in str(error)
 
 
 @pytest.mark.slow
@@ -169,10 +168,7 @@ async def test_cut_files_are_errors(kind: str, is_remote: bool, tmp_path: Path) 
 async def test_flipped_bits_are_errors_or_harmless(
     version: str, kind: str, is_remote: bool, tmp_path: Path
 ) -> None:
-    """Wherever they are: with Parquet's checksums no row is wrong.
-
-    Arrow has none: damage is an error where the data could not be read at all.
-    """
+    """With Parquet's checksums no row is wrong; Arrow has none."""
     rng = random.Random(1)
     table = NUMBERED if kind == "parquet" else every_type()
     path = tmp_path / f"a.{kind}"
@@ -183,25 +179,24 @@ async def test_flipped_bits_are_errors_or_harmless(
         put(path, whole)
         flip(path, rng.randrange(len(whole)), rng.randrange(8))
         columns = table.column_names  # a footer has no checksum, so names may differ
-        found = await outcome(path, Local(is_remote=is_remote), columns=columns)
-        is_error = isinstance(found, DatasetError)
+        result = await outcome(path, Local(is_remote=is_remote), columns=columns)
+        is_error = isinstance(result, DatasetError)
         errors += is_error
-        assert kind != "parquet" or is_error or plain(found) == expected(table)
+        assert kind != "parquet" or is_error or plain(result) == expected(table)
     assert errors > (30 if kind == "parquet" else 5)
 
 
 @KINDS
-async def test_text_that_is_none_costs_its_row_alone(kind: str, tmp_path: Path) -> None:
+async def test_invalid_text_fails_its_row_alone(kind: str, tmp_path: Path) -> None:
     texts = pa.array([b"good", b"\xff\xfe", None, b"also"]).view(pa.string())
     path = write(tmp_path / f"a.{kind}", pa.table({"n": range(4), "text": texts}))
     form = made(path, nulls={"text": "-"})
-    one, two, three, four = await read_all(form, limit=3)
-    assert [row["text"] for row in (one, three, four)] == ["good", "-", "also"]
-    assert isinstance(two, FailedSample)
-    assert re.search(r"'a\.\w+' cannot be read, row 1: .*Invalid UTF8", str(two.error))
+    good, bad, null, last = await read_all(form, limit=3)
+    assert [row["text"] for row in (good, null, last)] == ["good", "-", "also"]
+    assert re.search(r"'a\.\w+' cannot be read, row 1: .*Invalid UTF8", str(bad.error))
     (shard,) = await shards(form)
     rows = await read_shard(form, shard, row=1)
-    assert isinstance(rows[0], FailedSample)
+    assert "Invalid UTF8" in str(rows[0].error)
     assert [row["n"] for row in rows[1:]] == [2, 3]
 
 
@@ -240,13 +235,15 @@ FOREIGN = {
 
 @PLACES
 @pytest.mark.parametrize("kind", FOREIGN)
-async def test_others_are_errors(kind: str, is_remote: bool, tmp_path: Path) -> None:
+async def test_files_of_other_formats_are_refused(
+    kind: str, is_remote: bool, tmp_path: Path
+) -> None:
     path = tmp_path / f"x.{kind}"
     for data, message in FOREIGN[kind]:
         put(path, data)
-        found = await outcome(path, Local(is_remote=is_remote))
-        assert isinstance(found, DatasetError)
-        assert re.search(message, str(found))
+        error = await outcome(path, Local(is_remote=is_remote))
+        assert isinstance(error, DatasetError)
+        assert re.search(message, str(error))
 
 
 # -- Arrow files -------------------------------------------------------------------
@@ -256,12 +253,12 @@ IPC = pytest.mark.parametrize("kind", ["arrow", "arrows"])
 
 @pytest.fixture
 def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ipc, "_SHARD", 1)
+    monkeypatch.setattr(ipc, "_SHARD_BYTES", 1)
 
 
 @PLACES
 @pytest.mark.parametrize("codec", ["zstd", "lz4", "uncompressed"])
-async def test_reads_feather(
+async def test_feather_files_are_read(
     is_remote: bool, codec: str, tmp_path: Path, small_shards: None
 ) -> None:
     path, table = str(tmp_path / "a.feather"), every_type()
@@ -273,8 +270,8 @@ async def test_reads_feather(
 
 
 @KINDS
-async def test_nothing_in_it(kind: str, tmp_path: Path) -> None:
-    """No row groups and no record batches, or one without rows."""
+async def test_files_without_rows_are_read(kind: str, tmp_path: Path) -> None:
+    """Without row groups or record batches, or with one that has no rows."""
     make: Any = {"parquet": pq.ParquetWriter, "arrow": pa.ipc.new_file}
     make = make.get(kind, pa.ipc.new_stream)
     paths = [str(tmp_path / f"{name}.{kind}") for name in ("none", "empty", "some")]
@@ -285,8 +282,8 @@ async def test_nothing_in_it(kind: str, tmp_path: Path) -> None:
     for is_remote in (False, True):
         form = made(paths, is_remote=is_remote)
         assert [row["n"] for row in await read_all(form)] == [*range(50)]
-        found = [shard[0] for shard in await shards(form)]
-        assert kind != "parquet" or paths[0] not in found
+        listed = [shard[0] for shard in await shards(form)]
+        assert kind != "parquet" or paths[0] not in listed
 
 
 async def test_only_wanted_batches_are_requested(tmp_path: Path) -> None:
@@ -295,9 +292,9 @@ async def test_only_wanted_batches_are_requested(tmp_path: Path) -> None:
     path = write(tmp_path / "a.arrow", table, rows=100_000)
     local = Local(is_remote=True)
     made = ArrowFormat(path, local)
-    found = await shards(made)
-    assert found == [[path, 0, 5], [path, 5, 8]]
-    assert len(await read_shard(made, found[1], limit=1 << 20)) == 300_000
+    listed = await shards(made)
+    assert listed == [[path, 0, 5], [path, 5, 8]]
+    assert len(await read_shard(made, listed[1], limit=1 << 20)) == 300_000
     requested = sum(stop - start for start, stop in local.spans)
     assert 2_400_000 < requested < 2_500_000
 
@@ -306,7 +303,7 @@ async def test_only_wanted_batches_are_requested(tmp_path: Path) -> None:
 
 
 @IPC
-async def test_damage_names_its_place(
+async def test_damage_names_batches_and_row(
     kind: str, tmp_path: Path, small_shards: None
 ) -> None:
     path = write(tmp_path / f"a.{kind}", NUMBERED)
@@ -322,12 +319,12 @@ async def test_damage_names_its_place(
 
 
 @PLACES
-async def test_messages_that_do_not_fit(is_remote: bool, tmp_path: Path) -> None:
+async def test_misplaced_messages_are_errors(is_remote: bool, tmp_path: Path) -> None:
     """Batches outside of a file, bytes after a stream."""
     whole = contents(write(tmp_path / "a.arrow", NUMBERED))
     (schema,) = struct.unpack_from("<i", whole, 12)
-    at = whole.rindex(struct.pack("<q", 16 + schema))  # where the first batch is
-    outside = whole[:at] + struct.pack("<q", 1 << 40) + whole[at + 8 :]
+    place = whole.rindex(struct.pack("<q", 16 + schema))  # where the first batch is
+    outside = whole[:place] + struct.pack("<q", 1 << 40) + whole[place + 8 :]
     stream = contents(write(tmp_path / "a.arrows", NUMBERED))
     after = f"ends at byte {len(stream):,} of {2 * len(stream):,}"
     for path, data, words in (
@@ -335,12 +332,12 @@ async def test_messages_that_do_not_fit(is_remote: bool, tmp_path: Path) -> None
         (tmp_path / "a.arrows", stream + stream, after),
     ):
         put(path, data)
-        found = await outcome(path, Local(is_remote=is_remote))
-        assert isinstance(found, DatasetError)
-        assert words in str(found)
+        error = await outcome(path, Local(is_remote=is_remote))
+        assert isinstance(error, DatasetError)
+        assert words in str(error)
 
 
-async def test_another_file_under_the_same_name(tmp_path: Path) -> None:
+async def test_a_rewritten_file_is_an_error(tmp_path: Path) -> None:
     path = write(tmp_path / "a.arrow", NUMBERED)
     stream = contents(write(tmp_path / "a.arrows", NUMBERED))
     with pytest.raises(DatasetError, match="has 3 record batches, of which 2 to 4 are"):
@@ -380,23 +377,23 @@ EVERY = pytest.mark.parametrize("make", [parquet, arrow, lines, memory])
 @pytest.mark.slow
 @EVERY
 @pytest.mark.parametrize("filters", [None, pc.field("n") < 33], ids=["all", "some"])
-async def test_all_rows_once_in_order(make: Any, filters: Any, tmp_path: Path) -> None:
+async def test_cuts_keep_every_row(make: Any, filters: Any, tmp_path: Path) -> None:
     made = make(tmp_path, filters=filters)
-    found = await shards(made)
+    listed = await shards(made)
     stop = 50 if filters is None else 33
-    for count in range(len(found) + 1, 60, 7):
-        cuts = await made.cut(found, count)
+    for count in range(len(listed) + 1, 60, 7):
+        cuts = await made.cut(listed, count)
         assert len(cuts) == count
         parts = [await read_shard(made, shard) for shard in cuts]
         assert [row["n"] for part in parts for row in part] == [*range(stop)]
-        assert max(map(len, parts)) <= 2 * 50 / len(found)
-    one = cuts[0]
-    whole = await read_shard(made, one)
+        assert max(map(len, parts)) <= 2 * 50 / len(listed)
+    cut = cuts[0]
+    whole = await read_shard(made, cut)
     for row in range(len(whole) + 1):
-        assert await read_shard(made, one, row=row) == whole[row:]
+        assert await read_shard(made, cut, row=row) == whole[row:]
 
 
-async def test_what_cannot_be_cut(tmp_path: Path) -> None:
+async def test_streams_and_packed_files_are_not_cut(tmp_path: Path) -> None:
     stream = ArrowFormat(write(tmp_path / "a.arrows", NUMBERED), Local())
     with pytest.raises(ValueError, match=r"'a\.arrows' is a stream.*as an Arrow file"):
         await stream.cut(await shards(stream), 2)

@@ -36,7 +36,7 @@ from datasets.tar_archives import (
 )
 
 LONG = "folder/" * 13 + "with.dots/" * 5 + "k" * 60
-# Pieces that hold all, and such that hold no member.
+# Pieces larger than the archive, and pieces smaller than a member.
 PIECES = pytest.mark.parametrize("sizes", [[1 << 20], [100]])
 
 
@@ -47,7 +47,7 @@ def sample(key: str, **fields: bytes) -> dict[str, Any]:
 
 def keys(data: bytes, **options: Any) -> list[str]:
     """Return the keys of all samples."""
-    return [found["__key__"] for found in walk(data, **options)]
+    return [sample["__key__"] for sample in walk(data, **options)]
 
 
 # -- sound archives -----------------------------------------------------------------
@@ -55,7 +55,7 @@ def keys(data: bytes, **options: Any) -> list[str]:
 
 @pytest.mark.parametrize("form", ["v7", "oldgnu", "gnu", "ustar", "posix"])
 def test_reads_what_gnu_tar_writes(form: str, tmp_path: Path) -> None:
-    """With folders as they are found, before their files."""
+    """Folders come before their files."""
     for name in ["1.jpg", "1.cls", "sub.dir/2.jpg", "sub.dir/2.cls"]:
         path = tmp_path / "in" / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -77,7 +77,7 @@ def gnu_tar(folder: Path, *options: str) -> bytes:
 @pytest.mark.parametrize("form", ["gnu", "posix 0.0", "posix 0.1", "posix 1.0"])
 @pytest.mark.parametrize("holes", [2, 40])
 def test_a_sparse_member_is_refused(form: str, holes: int, tmp_path: Path) -> None:
-    """The sample names it; those before and after it come whole."""
+    """The error names its sample; those before and after it are read."""
     (tmp_path / "in").mkdir()
     for name in ["1.x", "2.x", "2.y", "3.x"]:
         (tmp_path / "in" / name).write_bytes(name.encode())
@@ -97,7 +97,7 @@ def test_a_sparse_member_is_refused(form: str, holes: int, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("names", "found"),
+    ("names", "groups"),
     [
         ("a.x a.y b.x", "a b"),
         ("a.x b.x a.y", "a b a"),
@@ -110,17 +110,17 @@ def test_a_sparse_member_is_refused(form: str, holes: int, tmp_path: Path) -> No
         ("a/b.x a.b/x a.b", "a/b a"),
     ],
 )
-def test_groups_as_webdataset_does(names: str, found: str) -> None:
-    """What is passed over does not end a sample."""
+def test_members_are_grouped_as_in_webdataset(names: str, groups: str) -> None:
+    """Members that are passed over do not end a sample."""
     data = archive([Member(name, name.encode()) for name in names.split()])
-    assert keys(data) == found.split()
+    assert keys(data) == groups.split()
     assert walk(data) == expected(data) == walk(data, [100])
 
 
 @PIECES
 @pytest.mark.parametrize("twin", ["a.jpg", "a.JPG", "a.__key__", "a.__url__"])
-def test_a_field_twice_spoils_the_sample(twin: str, sizes: list[int]) -> None:
-    """As WebDataset has it; the names of what a sample tells are fields too."""
+def test_a_repeated_field_fails_its_sample(twin: str, sizes: list[int]) -> None:
+    """As in WebDataset; the key and the URL of a sample are fields, too."""
     members = [*files(a__jpg=b"1", a__cls=b"2"), Member(twin, b"3"), *files(b__x=b"4")]
     bad, good = walk(archive(members), sizes)
     assert good == sample("b", x=b"4")
@@ -129,31 +129,33 @@ def test_a_field_twice_spoils_the_sample(twin: str, sizes: list[int]) -> None:
 
 
 @PIECES
-def test_a_large_sample_is_passed_over(sizes: list[int]) -> None:
-    """Be it for one member or for all; its other members go with it."""
+def test_samples_over_the_limit_fail(sizes: list[int]) -> None:
+    """For one member or for all together; its other members are passed over."""
     members = files(
         a__x=b"a" * 1000, b__x=b"b" * 1001, b__y=b"b", c__x=b"c" * 600, c__y=b"c" * 401,
         d__x=b"d" * 600, d__y=b"d" * 400,
     )  # fmt: skip
     data = archive(members)
-    one, two, three, four = walk(data, sizes, max_sample_bytes=1000)
-    assert one == sample("a", x=b"a" * 1000)
-    assert four == sample("d", x=b"d" * 600, y=b"d" * 400)
-    assert "sample 'b' at byte 1,536" in str(two.error)
-    assert "member 'b.x' has 1,001 bytes" in str(two.error)
-    assert "max_sample_bytes (1,000)" in str(two.error)
-    assert "sample 'c'" in str(three.error)
-    assert "member 'c.y' has 401 bytes" in str(three.error)
-    at = walked(data, sizes, [1], max_sample_bytes=1000)[1][1]
-    assert walk(data, at=at)[0]["x"] == b"c" * 600  # and nothing of what failed
+    first, large, many, last = walk(data, sizes, max_sample_bytes=1000)
+    assert first == sample("a", x=b"a" * 1000)
+    assert last == sample("d", x=b"d" * 600, y=b"d" * 400)
+    assert "sample 'b' at byte 1,536" in str(large.error)
+    assert "member 'b.x' has 1,001 bytes" in str(large.error)
+    assert "max_sample_bytes (1,000)" in str(large.error)
+    assert "sample 'c'" in str(many.error)
+    assert "member 'c.y' has 401 bytes" in str(many.error)
+    offset = walked(data, sizes, [1], max_sample_bytes=1000)[1][1]
+    assert (
+        walk(data, start=offset)[0]["x"] == b"c" * 600
+    )  # and no member of a failed sample
 
 
 @pytest.mark.parametrize("name", [b"a.x", b"a.y", b"README"])
-def test_what_is_passed_over_takes_no_memory(name: bytes) -> None:
-    """Be it too large, of a sample that is spoiled, or of none."""
+def test_skipped_members_take_no_memory(name: bytes) -> None:
+    """Members that are too large, of a failed sample, or of no sample."""
     piece, count = bytes(1 << 16), 500
     head = member(b"a.y", b"1") * 2 + header(name, len(piece) * count)
-    feed, found = ByteFeed(URL, 0), list[Any]()
+    feed, results = ByteFeed(URL, 0), list[Any]()
     pieces = chain([head], repeat(piece, count), [ZEROS, b""])
     most = 1 << 30 if name == b"a.y" else 1 << 20
     tracemalloc.start()
@@ -161,16 +163,16 @@ def test_what_is_passed_over_takes_no_memory(name: bytes) -> None:
         if step is None:
             feed.give(next(pieces))
         else:
-            found += step[0]
+            results += step[0]
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 1 << 17
-    assert [*map(type, found)] == [FailedSample]
+    assert [*map(type, results)] == [FailedSample]
     assert not [*pieces]
 
 
-def test_old_headers() -> None:
-    """Without a magic, with signed sums, blank or unended numbers, other prefixes."""
+def test_old_forms_of_headers_are_read() -> None:
+    """No magic, signed sums, blank or unterminated numbers, other prefixes."""
     latin = b"\xfcber.x"
     data = header(b"a.x", b"         12 ", b"\0", tail=b"") + padded(b"x" * 10)
     data += signed(header(latin, 3), signed_bytes=True) + padded(b"old")
@@ -183,11 +185,11 @@ def test_old_headers() -> None:
     old = latin[:-2].decode("utf-8", "surrogateescape")
     assert keys(data + ZEROS) == ["a", old, "b", "c", "d", "some/folder/e"]
     bodies = [b"x" * 10, b"old", b"new", b"", b"d", b"e"]
-    assert [one["x"] for one in walk(data + ZEROS)] == bodies
+    assert [fields["x"] for fields in walk(data + ZEROS)] == bodies
 
 
-def test_sizes_over_8_gb() -> None:
-    """In base 256 and in PAX; the bodies are not here, and their sizes are told."""
+def test_sizes_over_8_gb_are_known() -> None:
+    """In base 256 and in PAX; the bodies are missing, and errors name their sizes."""
     size = 9 << 30
     wide = header(b"a.x", b"\x80" + size.to_bytes(11))
     for data in (wide, pax({"size": str(size)}) + header(b"a.x", 0)):
@@ -199,8 +201,7 @@ def test_sizes_over_8_gb() -> None:
 
 
 @PIECES
-def test_small_numbers_in_other_forms(sizes: list[int]) -> None:
-    """The forms of large sizes, with bodies that are here."""
+def test_small_sizes_may_have_the_form_of_large_ones(sizes: list[int]) -> None:
     data = header(b"a.x", b"\x80" + (3).to_bytes(11)) + padded(b"one")
     data += pax({"size": "3", "mtime": "1.5"}) + header(b"b.x", 0) + padded(b"two")
     data += pax({"linkpath": "b", "path": "c/ü.x", "size": ""})
@@ -209,8 +210,8 @@ def test_small_numbers_in_other_forms(sizes: list[int]) -> None:
     assert walk(data, sizes) == [sample(key, x=body) for key, body in names.items()]
 
 
-def test_global_headers() -> None:
-    """They hold for all members after them; those of git say nothing of members."""
+def test_global_headers_apply_to_all_later_members() -> None:
+    """Those of git hold only a comment."""
     comment = pax({"comment": "0123abc"}, b"g")
     data = comment + member(b"a.x", b"1") + comment + member(b"a.y", b"2")
     assert walk(data + comment + ZEROS) == [sample("a", x=b"1", y=b"2")]
@@ -223,7 +224,7 @@ def test_global_headers() -> None:
 def test_unknown_members_and_links_are_passed_over(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Links have no bodies, and the first one of a process is logged."""
+    """Links have no bodies; the first link of a process is logged."""
     monkeypatch.setattr(archives, "_MENTIONED", [])
     data = header(b"l.jpg", 1000, b"1") + header(b"l.y", 1000, b"2")
     for kind in (b"V", b"D", b"M", b"Z"):
@@ -238,7 +239,7 @@ def test_unknown_members_and_links_are_passed_over(
 def test_a_sample_in_two_places_is_logged(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All images, then all labels: each sample lacks a field. Equal ones lack none."""
+    """All images, then all labels: each sample lacks a field. Repeated ones do not."""
     monkeypatch.setattr(archives, "_MENTIONED", [])
     twice = member(b"a.x", b"1") + member(b"b.x", b"2") + member(b"a.x", b"3")
     assert len(walk(twice + ZEROS)) == 3
@@ -252,12 +253,12 @@ def test_a_sample_in_two_places_is_logged(
 
 
 def test_only_the_last_byte_ends_an_archive() -> None:
-    """Until then other bytes may follow the zeros; the sample need not wait."""
+    """Until then, other bytes may follow the zeros; the last sample does not wait."""
     data = member(b"a.x", b"1") + ZEROS
     whole = [sample("a", x=b"1")], 1024
     assert walked(data + b"\0", [len(data), 1]) == [whole]
-    found, (bad, _) = walked(data + b"x", [len(data), 1])
-    assert found == whole
+    samples, (bad, _) = walked(data + b"x", [len(data), 1])
+    assert samples == whole
     assert "other bytes after them" in str(bad[0].error)
 
 
@@ -271,7 +272,7 @@ LIMITS = st.lists(st.integers(1, 5), max_size=8).map(lambda limits: [*limits, 2]
 
 @st.composite
 def members(draw: st.DrawFn) -> Member:
-    """Return any member, of a few names, so that samples have several."""
+    """Return a member with one of a few names, so that samples have several members."""
     kind = draw(KINDS)
     size = draw(st.sampled_from([0, 1, 511, 512, 513, 2000]))
     body = bytes([draw(st.integers(0, 255))]) * size
@@ -285,15 +286,15 @@ def members(draw: st.DrawFn) -> Member:
 def test_pieces_limits_and_resuming_change_nothing(
     made: list[Member], form: str, sizes: list[int], limits: list[int]
 ) -> None:
-    """Samples are tarfile's; from each offset, those that were not taken yet."""
+    """Samples equal tarfile's; each offset leads to the rest of them."""
     data = archive(made, form)
     whole, taken = plain(walk(data)), 0
-    assert [
-        FailedSample if isinstance(one, tuple) else one for one in whole
-    ] == expected(data)
-    for block, at in walked(data, sizes, limits):
+    assert [FailedSample if isinstance(x, tuple) else x for x in whole] == expected(
+        data
+    )
+    for block, offset in walked(data, sizes, limits):
         assert plain(block) == whole[taken : (taken := taken + len(block))]
-        assert plain(walk(data, at=at)) == whole[taken:]
+        assert plain(walk(data, start=offset)) == whole[taken:]
     assert taken == len(whole)
 
 
@@ -301,7 +302,7 @@ def test_pieces_limits_and_resuming_change_nothing(
 
 
 def the_error(data: bytes, **options: Any) -> DatasetError:
-    """Return what stands at the end, the same whatever the pieces."""
+    """Return the error at the end, which must not depend on the pieces."""
     results = walk(data, **options)
     assert plain(walk(data, [100], **options)) == plain(results)
     error = results[-1].error
@@ -313,34 +314,31 @@ def the_error(data: bytes, **options: Any) -> DatasetError:
     return error
 
 
-def flipped(data: bytes, at: int, mask: int = 0x01) -> bytes:
+def flipped(data: bytes, i: int, mask: int = 0x01) -> bytes:
     """Return ``data`` with one byte changed."""
-    return data[:at] + bytes([data[at] ^ mask]) + data[at + 1 :]
+    return data[:i] + bytes([data[i] ^ mask]) + data[i + 1 :]
 
 
 def test_a_wrong_checksum_ends_the_shard() -> None:
-    """The sample before may lack members, so it is lost too; earlier ones are not.
-
-    The offset before the error is that of the lost sample: a resume tells it again.
-    """
+    """The sample before may lack members: it is lost, too, also after a resume."""
     data = flipped(archive(files(a__x=b"1", b__x=b"2", b__y=b"3", c__x=b"4")), 3077)
-    (first, at), (bad, _) = walked(data, limits=[1])
-    assert (first, at) == ([sample("a", x=b"1")], 1024)
-    assert plain(walk(data, at=at)) == plain(bad)
+    (first, offset), (bad, _) = walked(data, limits=[1])
+    assert (first, offset) == ([sample("a", x=b"1")], 1024)
+    assert plain(walk(data, start=offset)) == plain(bad)
     text = str(the_error(data))
     assert "is damaged at byte 3,072, after member 'b.y'" in text
     assert "wrong checksum" in text
     assert "sample 'b' at byte 1,024 is lost" in text
 
 
-def test_what_is_no_tar_archive() -> None:
-    """The message has a guess; a short file is one that was cut."""
+def test_other_files_are_no_tar_archives() -> None:
+    """The error suggests a reason; a short file is truncated."""
     text = str(the_error(b"\x1f\x8b\x08" + b"packed" * 100))
     assert "damaged at byte 0" in text
     assert "is it a tar archive, and not compressed?" in text
     assert isinstance(short := the_error(b"short"), TruncatedReadError)
     assert "its first header (is it a tar archive, and not compressed?)" in str(short)
-    # Nothing after it is read, be it sound.
+    # Nothing after the damage is read.
     data = b"\xff" * 512 + member(b"a.x", b"1") + ZEROS
     assert [len(walk(data, [size])) for size in (1 << 20, 600)] == [1, 1]
 
@@ -351,7 +349,7 @@ LONG_NAME = member(b"././@LongLink", b"a" * 150 + b"\0", b"L")
 
 
 @pytest.mark.parametrize(
-    ("data", "expected", "received", "what"),
+    ("data", "expected", "received", "words"),
     [
         (ONE + header(b"a.y", 700)[:100], 512, 100, "the header after member 'a.x'"),
         (ONE[:512], 1000, 0, "member 'a.x'"),
@@ -369,17 +367,18 @@ LONG_NAME = member(b"././@LongLink", b"a" * 150 + b"\0", b"L")
         (ONE + pax({"mtime": "1.5"}), 512, 0, "the header after member 'a.x'"),
     ],
 )
-def test_a_cut_is_told(data: bytes, expected: int, received: int, what: str) -> None:
-    """With the member, and how much of it is here; its sample is lost."""
+def test_a_cut_names_its_member(
+    data: bytes, expected: int, received: int, words: str
+) -> None:
+    """The error has the bytes received; the sample is lost."""
     error = the_error(data)
     assert isinstance(error, TruncatedReadError)
     assert (error.expected, error.received) == (expected, received)
-    assert f"ends within {what}" in str(error)
-    assert not any(isinstance(found, dict) for found in walk(data))
+    assert f"ends within {words}" in str(error)
+    assert not any(isinstance(sample, dict) for sample in walk(data))
 
 
-def test_a_cut_amid_what_is_spoiled() -> None:
-    """Two errors: the one of the sample, and the one of the shard."""
+def test_a_cut_in_a_failed_sample_is_a_second_error() -> None:
     data = member(b"a.x", b"1" * 2000)
     large, cut = walk(data[:1500], max_sample_bytes=1000)
     assert "has 2,000 bytes" in str(large.error)
@@ -392,7 +391,7 @@ def broken(records: bytes) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("data", "what"),
+    ("data", "words"),
     [
         (ZEROS[:512] + member(b"a.x", b"1"), "a lone block of zeros"),
         (ZEROS + member(b"a.x", b"1") + ZEROS, "other bytes after them"),
@@ -419,8 +418,7 @@ def broken(records: bytes) -> bytes:
         (signed(ONE[:512])[:148] + b"badsum\0 " + ONE[156:], "wrong checksum"),
     ],
 )
-def test_damage_is_told(data: bytes, what: str) -> None:
-    """Of what should be there, and what is."""
+def test_damage_names_its_place(data: bytes, words: str) -> None:
     text = str(the_error(data + ZEROS))
     assert "is damaged at byte " in text
-    assert what in text
+    assert words in text

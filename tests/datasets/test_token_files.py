@@ -1,4 +1,4 @@
-"""Files of tokens: what is written is read, from disk and from a store."""
+"""Files of tokens are read back from disk and from stores, also after faults."""
 
 import asyncio
 import json
@@ -42,17 +42,17 @@ def write(path: Any, documents: Documents, **options: Any) -> None:
 
 
 def expected(documents: Documents, length: int, *, is_one: bool = False) -> list[Any]:
-    """Return the samples, token by token, as the definition says."""
+    """Return the samples, token by token, by their definition."""
     tokens = [token for document in documents for token in document]
     ends = set() if is_one else set(np.cumsum([*map(len, documents)]).tolist())
     samples = []
     for start in range(0, length * ((len(tokens) - 1) // length), length):
         inputs = tokens[start : start + length]
         labels, positions = list[int](), list[int]()
-        for at in range(start, start + length):
-            begins = at == start or at in ends
+        for i in range(start, start + length):
+            begins = i == start or i in ends
             positions.append(0 if begins else positions[-1] + 1)
-            labels.append(-100 if at + 1 in ends else tokens[at + 1])
+            labels.append(-100 if i + 1 in ends else tokens[i + 1])
         samples.append([inputs, labels, positions])
     return samples
 
@@ -95,10 +95,10 @@ documents_of_tokens = st.lists(
     kind=st.sampled_from(["one", "eos", "megatron"]),
     dtype=st.sampled_from(["uint8", "int32", "uint16", "int64"]),
 )
-def test_what_is_written_is_read(
+def test_written_tokens_are_read_back(
     tmp_path: Path, documents: Documents, length: int, kind: str, dtype: str
 ) -> None:
-    """By index, in batches, and from a store; by the definition of a sample."""
+    """By index, in batches, and from a store; ``expected`` defines the samples."""
     path = tmp_path / f"{zlib.crc32(repr((documents, kind, dtype)).encode())}.bin"
     options: dict[str, Any] = {"dtype": dtype}
     if kind == "eos":
@@ -116,14 +116,14 @@ def test_what_is_written_is_read(
 
     async def read() -> list[Any]:
         async with stored:
-            return await asyncio.gather(*(stored[at] for at in range(len(stored))))
+            return await asyncio.gather(*(stored[i] for i in range(len(stored))))
 
     assert [*map(lists, asyncio.run(read()))] == samples
-    assert not [one for one in tmp_path.iterdir() if one.name.startswith(".")]
+    assert not [entry for entry in tmp_path.iterdir() if entry.name.startswith(".")]
 
 
 def index_of(sizes: Sequence[int], firsts: Sequence[int], itemsize: int) -> bytes:
-    """Return an index as Megatron writes it: sequences, and the documents' first."""
+    """Return Megatron's index of sizes of sequences, and each document's first one."""
     pointers = np.cumsum([0, *sizes][: len(sizes)]) * itemsize
     head = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 4, len(sizes), len(firsts))
     parts = [np.array(sizes, "<i4"), np.array(pointers, "<i8"), np.array(firsts, "<i8")]
@@ -137,7 +137,7 @@ def index_of(sizes: Sequence[int], firsts: Sequence[int], itemsize: int) -> byte
     length=st.integers(1, 5),
     modes=st.booleans(),
 )
-def test_documents_of_several_sequences(
+def test_documents_may_have_several_sequences(
     tmp_path: Path, documents: list[Documents], length: int, modes: bool
 ) -> None:
     """As Megatron splits sentences; documents and sequences may be empty."""
@@ -155,20 +155,20 @@ def test_documents_of_several_sequences(
 
 
 def test_the_written_index_is_megatrons(tmp_path: Path) -> None:
-    """A sequence for each document; the .bin is the tokens alone."""
+    """One sequence for each document; the .bin has only the tokens."""
     documents = [[5, 6], [], [7], [8, 9, 10]]
     write(tmp_path / "x", documents, dtype="int32", format="megatron")
     assert (tmp_path / "x.idx").read_bytes() == index_of([2, 0, 1, 3], range(5), 4)
     tokens = np.fromfile(tmp_path / "x.bin", "<i4")
     assert tokens.tolist() == [5, 6, 7, 8, 9, 10]
-    # The token that ends documents decides, where it is given.
+    # An ``eos`` that is given decides where documents end.
     labels = TokenDataset(tmp_path / "x", 5, eos=8)[0]["labels"]
     assert labels.tolist() == [6, 7, 8, -100, 10]
 
 
 @pytest.mark.parametrize("is_stored", [False, True])
-def test_the_eos_of_an_index(tmp_path: Path, is_stored: bool) -> None:
-    """It is that of the sidecar; documents end as the index says, all the same."""
+def test_eos_comes_from_the_sidecar(tmp_path: Path, is_stored: bool) -> None:
+    """Documents end where the index says, all the same."""
     write(tmp_path / "x", [[5, 0, 6], [7]], format="megatron", eos=0)
     store = Shelf(tmp_path) if is_stored else None
 
@@ -195,7 +195,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "train.bin"
 
 
-def test_an_index_is_as_of_a_list(path: Path) -> None:
+def test_a_dataset_is_indexed_like_a_list(path: Path) -> None:
     dataset = TokenDataset(path, 64)
     count = len(dataset)
     assert count == (5050 + 100 - 1) // 64
@@ -204,12 +204,12 @@ def test_an_index_is_as_of_a_list(path: Path) -> None:
     for index in (count, -count - 1):
         with pytest.raises(IndexError, match=f"index {index} is out of range for"):
             dataset[index]
-    # Its own arrays, though the file is mapped.
+    # Samples are copies, although the file is mapped.
     dataset[0]["input_ids"][:] = 0
     assert lists(dataset[0])[0][0] == 1
 
 
-def test_it_is_described(path: Path) -> None:
+def test_the_description_has_length_tokens_and_eos(path: Path) -> None:
     dataset = TokenDataset(path, 64)
     known = {"kind": "TokenDataset", "length": 64, "tokens": 5150}
     assert dataset.describe() == {**known, "dtype": "uint16", "eos": 0}
@@ -219,21 +219,21 @@ def test_it_is_described(path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_stored", [False, True])
-def test_a_loader_reads_it(path: Path, is_stored: bool) -> None:
-    """In processes too, shuffled, and resumed at every batch."""
+def test_a_loader_reads_and_resumes_token_files(path: Path, is_stored: bool) -> None:
+    """In processes, too, and shuffled."""
     store = Shelf(path.parent) if is_stored else None
     dataset = TokenDataset(path.name if is_stored else path, 512, store=store)
     assert reads_async(dataset) is is_stored
     options: Any = {"batch_size": 3, "shuffle": True}
     for workers in (0, 2):
         with DataLoader(dataset, num_workers=workers, **options) as loader:
-            found = [row.tolist() for batch in loader for row in batch["input_ids"]]
+            rows = [row.tolist() for batch in loader for row in batch["input_ids"]]
         tokens = np.fromfile(path, "<u2")[: 512 * len(dataset)].reshape(-1, 512)
-        assert sorted(found) == sorted(tokens.tolist())
+        assert sorted(rows) == sorted(tokens.tolist())
     assert_resumes_exactly(lambda: DataLoader(dataset, **options))
 
 
-def test_pickles_hold_no_map(path: Path) -> None:
+def test_pickles_hold_no_memory_map(path: Path) -> None:
     dataset = TokenDataset(path, 64)
     first = lists(dataset[0])
     data = pickle.dumps(dataset)
@@ -244,7 +244,7 @@ def test_pickles_hold_no_map(path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_huge_file_takes_no_memory(tmp_path: Path) -> None:
-    """Of 10^10 tokens and 10^7 documents: nothing is read but what a sample needs."""
+    """10^10 tokens and 10^7 documents: only what a sample needs is read."""
     tokens, documents = 10**10, 10**7
     for name, size in (("flat", 2 * tokens), ("huge.bin", 2 * tokens)):
         with (tmp_path / name).open("wb") as file:
@@ -283,24 +283,24 @@ print(resident() - before)
 
 
 @pytest.mark.parametrize("name", ["flat.bin", "mega"])
-async def test_one_request_for_a_sample(tmp_path: Path, name: str) -> None:
-    """And one more copies the index, for all samples and the rest of the process."""
+async def test_each_sample_takes_one_request(tmp_path: Path, name: str) -> None:
+    """One more copies the index, once for the process."""
     form = "flat" if name == "flat.bin" else "megatron"
     await write_async(tmp_path / name, [[*range(1, 90)]] * 9, format=form)
     shelf = Shelf(tmp_path)
     dataset = await TokenDataset.discover(name, 100, store=shelf)
     shelf.gets = 0
     async with dataset:
-        found = await asyncio.gather(*(dataset[at] for at in (0, 3, -1)))
+        samples = await asyncio.gather(*(dataset[i] for i in (0, 3, -1)))
         assert shelf.gets == (3 if form == "flat" else 4)
-        assert lists(await dataset[3]) == lists(found[1])
+        assert lists(await dataset[3]) == lists(samples[1])
     local = await asyncio.to_thread(lambda: every(TokenDataset(tmp_path / name, 100)))
-    assert [lists(one) for one in found] == [local[at] for at in (0, 3, -1)]
+    assert [lists(sample) for sample in samples] == [local[i] for i in (0, 3, -1)]
     with pytest.raises(TypeError, match="not iterable"):
         iter(dataset)
 
 
-async def test_an_object_that_changed_is_no_sample(tmp_path: Path) -> None:
+async def test_a_changed_object_is_an_error(tmp_path: Path) -> None:
     await write_async(tmp_path / "a", [[1, 2, 3, 4]])
     dataset = await TokenDataset.discover("a", 3, store=Shelf(tmp_path))
     await asyncio.to_thread((tmp_path / "a").write_bytes, bytes(8))
@@ -310,15 +310,15 @@ async def test_an_object_that_changed_is_no_sample(tmp_path: Path) -> None:
 
 
 async def test_a_url_is_read_and_written(s3: str) -> None:
-    """Megatron's two objects, and the sidecar."""
+    """Megatron's two objects and the sidecar."""
     documents = [[1, 2, 3], [4], [5, 6]]
     url = f"{s3}-tokens"
     options: Any = {"format": "megatron"}
     await write_async(url, documents, **options)
     dataset = await TokenDataset.discover(url, 2)
     async with dataset:
-        found = [lists(await dataset[at]) for at in range(len(dataset))]
-    assert found == expected(documents, 2)
+        samples = [lists(await dataset[i]) for i in range(len(dataset))]
+    assert samples == expected(documents, 2)
     async with TokenWriter(url, "uint16", **options) as writer:
         assert (writer.next_sample, writer.tokens) == (3, 6)
     with pytest.raises(StateMismatchError, match="started with another dtype"):
@@ -336,8 +336,8 @@ def mega(folder: Path, change: Callable[[bytearray], Any]) -> Path:
     return folder / "m"
 
 
-def put(at: int, form: str, number: int) -> Callable[[bytearray], Any]:
-    return lambda index: struct.pack_into(form, index, at, number)
+def put(offset: int, form: str, number: int) -> Callable[[bytearray], Any]:
+    return lambda index: struct.pack_into(form, index, offset, number)
 
 
 def cut(count: int) -> Callable[[bytearray], Any]:
@@ -360,7 +360,7 @@ def cut(count: int) -> Callable[[bytearray], Any]:
         (put(74, "<q", 1), "ends with 1 of 2"),
     ],
 )
-def test_an_index_that_does_not_fit(
+def test_a_wrong_megatron_index_is_refused(
     tmp_path: Path, change: Callable[[bytearray], Any], words: str, is_stored: bool
 ) -> None:
     path = mega(tmp_path, change)
@@ -369,8 +369,8 @@ def test_an_index_that_does_not_fit(
         TokenDataset(path.name if is_stored else path, 1, store=store)
 
 
-def test_no_bit_of_an_index_changes_in_silence(tmp_path: Path) -> None:
-    """But those of an entry that then names another sequence between its neighbors."""
+def test_no_bit_of_an_index_changes_silently(tmp_path: Path) -> None:
+    """Except in an entry that then names another sequence between its neighbors."""
     path, documents = tmp_path / "m", [[1], [], [2, 3], [4], [5]]
     write(path, documents, dtype="int32", format="megatron")
     good, whole = (tmp_path / "m.idx").read_bytes(), every(TokenDataset(path, 1))
@@ -397,7 +397,7 @@ def test_no_bit_of_an_index_changes_in_silence(tmp_path: Path) -> None:
         ((4, "uint8", 256), "eos is 256, and uint8 holds 0 to 255"),
     ],
 )
-def test_wrong_arguments(tmp_path: Path, arguments: Any, words: str) -> None:
+def test_bad_arguments_are_refused(tmp_path: Path, arguments: Any, words: str) -> None:
     (tmp_path / "raw").write_bytes(bytes(9))
     with pytest.raises(ValueError, match=words):
         TokenDataset(tmp_path / "raw", *arguments)
@@ -405,7 +405,7 @@ def test_wrong_arguments(tmp_path: Path, arguments: Any, words: str) -> None:
         TokenDataset("raw", *arguments, store=Shelf(tmp_path))
 
 
-def test_files_that_do_not_fit(path: Path, tmp_path: Path) -> None:
+def test_files_that_do_not_match_are_refused(path: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"dtype is int32, and .* tokens of uint16"):
         TokenDataset(path, 4, "int32")
     with pytest.raises(ObjectNotFoundError, match=r"no such file: .*none'"):
@@ -422,9 +422,9 @@ def test_files_that_do_not_fit(path: Path, tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-2])
     with pytest.raises(ValueError, match="its sidecar says 5,150 tokens"):
         TokenDataset(path, 4)
-    for one in (dataset, mapped):
+    for stale in (dataset, mapped):
         with pytest.raises(DatasetError, match="it had 10,300 bytes and has 10,298"):
-            one[0]
+            stale[0]
     known = (tmp_path / "train.bin.json").read_text()
     for text in ('{"version": 1}', known.replace('"eos": 0', '"eos": "x"')):
         (tmp_path / "train.bin.json").write_text(text)
@@ -433,8 +433,8 @@ def test_files_that_do_not_fit(path: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_stored", [False, True])
-def test_tokens_above_int64(tmp_path: Path, is_stored: bool) -> None:
-    """They would be negative; the samples without them are read."""
+def test_tokens_above_int64_fail_their_samples(tmp_path: Path, is_stored: bool) -> None:
+    """They would be negative; the other samples are read."""
     tokens = np.arange(17, dtype=np.uint64)
     tokens[9] = 2**63
     tokens.tofile(tmp_path / "a")
@@ -465,24 +465,24 @@ def test_tokens_above_int64(tmp_path: Path, is_stored: bool) -> None:
 async def test_a_bad_document_is_not_written(
     tmp_path: Path, document: Any, error: type[Exception], words: str
 ) -> None:
-    """The writer continues with the next one."""
+    """The writer continues with the next document."""
     async with TokenWriter(tmp_path / "a", "uint16") as writer:
         await writer.write([1, 2])
         with pytest.raises(error, match=words):
             await writer.write(document)
         await writer.write(np.array([3], np.uint64))
-    found = await asyncio.to_thread(np.fromfile, tmp_path / "a", "<u2")
-    assert found.tolist() == [1, 2, 3]
+    tokens = await asyncio.to_thread(np.fromfile, tmp_path / "a", "<u2")
+    assert tokens.tolist() == [1, 2, 3]
 
 
-async def test_nothing_is_seen_before_the_end(tmp_path: Path) -> None:
-    """An error keeps what was saved, and another writer resumes there."""
+async def test_a_file_appears_only_when_it_is_finished(tmp_path: Path) -> None:
+    """An error keeps what was saved; another writer resumes there."""
     path = tmp_path / "deep" / "a.bin"
     options: Any = {"save_bytes": 4, "metadata": {"from": "x"}}
     with pytest.raises(ZeroDivisionError):
         async with TokenWriter(path, "uint16", **options) as writer:
             await asyncio.gather(*(writer.write([n]) for n in range(5)))
-            assert not [one for one in path.parent.iterdir() if one.name[0] != "."]
+            assert not [x for x in path.parent.iterdir() if x.name[0] != "."]
             with pytest.raises(StateMismatchError, match="another writer is writing"):
                 await TokenWriter(path, "uint16", **options).__aenter__()
             raise ZeroDivisionError
@@ -493,15 +493,15 @@ async def test_nothing_is_seen_before_the_end(tmp_path: Path) -> None:
     async with TokenWriter(path, "uint16", **options) as writer:
         assert (writer.next_sample, writer.tokens) == (4, 4)
         await writer.write([4, 5])
-    found = await asyncio.to_thread(np.fromfile, path, "<u2")
-    assert found.tolist() == [0, 1, 2, 3, 4, 5]
+    tokens = await asyncio.to_thread(np.fromfile, path, "<u2")
+    assert tokens.tolist() == [0, 1, 2, 3, 4, 5]
     async with TokenWriter(path, "uint16", **options) as writer:
         assert writer.next_sample == 5
         with pytest.raises(StateMismatchError, match="is finished, with 5 documents"):
             await writer.write([6])
 
 
-async def test_files_of_others_stay(tmp_path: Path) -> None:
+async def test_foreign_files_are_not_overwritten(tmp_path: Path) -> None:
     await asyncio.to_thread((tmp_path / "a").write_bytes, b"theirs")
     with pytest.raises(StateMismatchError, match="exists, without the sidecar"):
         await write_async(tmp_path / "a", [[1]])
@@ -517,8 +517,8 @@ async def test_files_of_others_stay(tmp_path: Path) -> None:
         pytest.param(range(26), marks=pytest.mark.fuzz, id="all"),
     ],
 )
-def test_killed_before_any_step(tmp_path: Path, numbers: Sequence[int]) -> None:
-    """Run again, it makes the same bytes; until then there is nothing to read."""
+def test_killed_writers_resume_exactly(tmp_path: Path, numbers: Sequence[int]) -> None:
+    """Run again, they write the same bytes; until then there is nothing to read."""
     kinds = ("flat", "megatron", "tokenize")
     (tmp_path / "texts.txt").write_text("".join(f"{text}\n" for text in TEXTS))
     jobs = [
@@ -534,11 +534,11 @@ def test_killed_before_any_step(tmp_path: Path, numbers: Sequence[int]) -> None:
     assert set(run("write", jobs)) == {0}
     for kind in kinds:
         made = [
-            {one.name: one.read_bytes() for one in Path(folder).iterdir()}
+            {file.name: file.read_bytes() for file in Path(folder).iterdir()}
             for its, folder, _ in jobs
             if its == kind
         ]
-        assert all(one == made[0] for one in made)
+        assert all(files == made[0] for files in made)
         documents = [letters([text])[0] for text in TEXTS]
         if kind != "tokenize":
             documents = DOCUMENTS
@@ -552,7 +552,7 @@ def test_killed_before_any_step(tmp_path: Path, numbers: Sequence[int]) -> None:
 
 @pytest.fixture(autouse=True)
 def unchanged_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Undo what finding a module adds."""
+    """Restore ``sys.path``, to which loading a function adds a folder."""
     monkeypatch.setattr(sys, "path", [*sys.path])
 
 
@@ -577,10 +577,10 @@ def shards(folder: Path, kind: str) -> list[Any]:
 
 @pytest.mark.parametrize("kind", ["txt", "jsonl", "parquet"])
 @pytest.mark.parametrize("form", ["flat", "megatron"])
-def test_tokenize(
+def test_tokenize_writes_texts_of_each_kind(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, form: str
 ) -> None:
-    """Texts of each kind make the same tokens, in order; once."""
+    """The same tokens, in order, and only once."""
     src, *options = shards(tmp_path, kind)
     made = ("--dtype", "uint16", "--eos", "0", "--format", form)
     command = ["tokenize", src, f"{tmp_path}/out.bin", *options, *TOKENIZER, *made]
@@ -593,7 +593,7 @@ def test_tokenize(
     assert capsys.readouterr().out == f"{said}\n"
     assert main(command) == 0
     assert f"{said} ({len(TEXTS)} documents already written)" in capsys.readouterr().out
-    # Shards of the same names in another folder, and one more, are other texts.
+    # Shards of the same names elsewhere, or an added shard, are other texts.
     (tmp_path / "other").mkdir()
     command[1] = shards(tmp_path / "other", kind)[0]
     assert main(command) == 1
@@ -623,7 +623,7 @@ def test_tokenize(
         (("a.txt", "a", "--tokenizer", "textwrap:dedent"), 1, "dedent() raised TypeE"),
     ],
 )
-def test_mistakes_are_named(
+def test_tokenize_names_mistakes(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -637,14 +637,14 @@ def test_mistakes_are_named(
     (tmp_path / "d").mkdir()
     command = ["tokenize", *TOKENIZER, "--dtype", "uint16", *arguments]
     try:
-        found = main(command)
+        ended = main(command)
     except SystemExit as error:
-        found = error.code  # type: ignore[assignment]
-    assert (found, words in capsys.readouterr().err) == (status, True)
+        ended = error.code  # type: ignore[assignment]
+    assert (ended, words in capsys.readouterr().err) == (status, True)
 
 
-def test_a_tokenizers_file(tmp_path: Path) -> None:
-    """Its vocabulary has the type, and the number of the token at the end."""
+def test_tokenize_reads_a_tokenizers_file(tmp_path: Path) -> None:
+    """Its vocabulary decides the type, and the token at the end."""
     tokenizers = pytest.importorskip("tokenizers")
     words = {"a": 0, "b": 1, "</s>": 2}
     model = tokenizers.models.WordLevel(words, unk_token="</s>")

@@ -1,4 +1,4 @@
-"""What is written is read: by this package, by others, whole shards only."""
+"""Written shards are whole, and are read by this package and by others."""
 
 import asyncio
 import gc
@@ -67,11 +67,11 @@ async def labels(destination: Any) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", ["folder", "memory", "plain", "s3"])
-async def test_shards_are_read(
+async def test_written_shards_are_read_and_continued(
     kind: str,
     tmp_path: Path,
     request: pytest.FixtureRequest,
-    s3_port: int,  # the server is no leak of the test that is its first
+    s3_port: int,  # so that no test seems to leak the server
 ) -> None:
     destination: Any = {"folder": tmp_path / "new", "memory": MemoryStore()}.get(kind)
     if kind == "plain":  # it has no conditional writes
@@ -89,7 +89,7 @@ async def test_shards_are_read(
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_webdataset_reads_them(tmp_path: Path) -> None:
+def test_webdataset_reads_written_shards(tmp_path: Path) -> None:
     picture, array = pixels(1, 3), np.arange(6).reshape(2, 3)
     sample = {"__key__": "a/b", "png": picture, "npy": array, "json": [1], "cls": 3}
 
@@ -100,14 +100,14 @@ def test_webdataset_reads_them(tmp_path: Path) -> None:
 
     asyncio.run(write_one())
     data = wds.WebDataset(f"{tmp_path}/shard-000000.tar", shardshuffle=False)
-    one, other = data.decode("rgb8")
+    first, second = data.decode("rgb8")
     gc.collect()  # it leaves files open
-    assert one["__key__"] == "a/b"
-    assert np.array_equal(one["png"], picture)
-    assert np.array_equal(one["npy"], array)
-    assert (one["json"], one["cls"], one["x.txt"]) == ([1], 3, "grüße")
-    assert torch.equal(one["pth"], torch.ones(2))
-    assert (other["__key__"], other["bin"]) == ("000000001", b"1")
+    assert first["__key__"] == "a/b"
+    assert np.array_equal(first["png"], picture)
+    assert np.array_equal(first["npy"], array)
+    assert (first["json"], first["cls"], first["x.txt"]) == ([1], 3, "grüße")
+    assert torch.equal(first["pth"], torch.ones(2))
+    assert (second["__key__"], second["bin"]) == ("000000001", b"1")
 
 
 _PARTS = st.text(st.characters(codec="utf-8", exclude_characters="/"), max_size=120)
@@ -119,7 +119,7 @@ _PARTS = st.text(st.characters(codec="utf-8", exclude_characters="/"), max_size=
     st.dictionaries(_PARTS, st.binary(max_size=600), max_size=3),
 )
 def test_any_sample_comes_back_or_is_refused(key: str, fields: dict[str, Any]) -> None:
-    """Whatever its names: none is written that a reader would take for another."""
+    """No sample is written that would be read as another one."""
     store = MemoryStore()
 
     async def write_one() -> None:
@@ -154,7 +154,7 @@ def test_any_sample_comes_back_or_is_refused(key: str, fields: dict[str, Any]) -
         ({"__key__": "a", "png": np.zeros(3)}, r"the shape \(3,\)"),
     ],
 )
-async def test_a_sample_that_is_refused(
+async def test_a_bad_sample_is_not_written(
     sample: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
     async with TarWriter(tmp_path) as writer:
@@ -168,7 +168,7 @@ async def test_a_sample_that_is_refused(
     assert await labels(tmp_path) == [0, 1]
 
 
-async def test_nothing_is_seen_before_it_is_whole(tmp_path: Path) -> None:
+async def test_only_whole_shards_appear(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError):
         async with TarWriter(tmp_path, shard_samples=2) as writer:
             for _ in range(5):
@@ -193,7 +193,7 @@ def members_of(folder: Path) -> list[int]:
 @pytest.mark.slow
 @pytest.mark.one_loop
 @pytest.mark.parametrize("kind", ["folder", "memory"])
-async def test_cancelled_anywhere(kind: str, tmp_path: Path) -> None:
+async def test_a_cancelled_writer_can_resume(kind: str, tmp_path: Path) -> None:
     for steps in range(0, 90, 6):
         destination: Any = tmp_path / f"{steps}" if kind == "folder" else MemoryStore()
         task = asyncio.create_task(write(destination))
@@ -206,7 +206,7 @@ async def test_cancelled_anywhere(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["shards", "tokens.bin"])
-async def test_a_full_disk(name: str, tmp_path: Path) -> None:
+async def test_a_full_disk_names_the_destination(name: str, tmp_path: Path) -> None:
     kinds: dict[str, Any] = {"shards": TarWriter, "tokens.bin": TokenWriter}
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))
@@ -219,7 +219,7 @@ async def test_a_full_disk(name: str, tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-async def test_a_disk_that_fails(tmp_path: Path) -> None:
+async def test_a_failed_writer_can_be_opened_again(tmp_path: Path) -> None:
     folder = tmp_path / "gone"
     writer = TarWriter(folder, shard_samples=6)
     with pytest.raises(FileNotFoundError):
@@ -236,8 +236,8 @@ async def test_a_disk_that_fails(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["error", "cancelled"])
-async def test_an_upload_that_is_given_up(how: str, s3: str, s3_port: int) -> None:
-    """Leaves no parts in the store, which would be paid for; also if it is hurried."""
+async def test_aborted_uploads_leave_no_parts(how: str, s3: str, s3_port: int) -> None:
+    """The store would charge for them. Also if cancelled while aborting."""
 
     async def begin(begun: asyncio.Event) -> None:
         async with TarWriter(f"{s3}-given-up") as writer:
@@ -270,7 +270,7 @@ def keys_of(prefix: str, ending: str) -> list[str]:
     return [key for key in keys if key.endswith(ending)]
 
 
-async def test_a_store_that_refuses(unused_port: int) -> None:
+async def test_a_refusing_store_shows_no_secret(unused_port: int) -> None:
     url = f"http://user:{MARKER}@127.0.0.1:{unused_port}/x?sig={MARKER}"
     options = {"retry_config": {"max_retries": 0}}
     writer = TarWriter(url, store_options=options)
@@ -294,7 +294,7 @@ OTHER = '{"version": 9, "format": 0, "metadata": 0, "schema": 0, "shards": []}'
         ("shards.json", OTHER, "of version 9"),
     ],
 )
-async def test_a_place_that_was_changed(
+async def test_a_changed_destination_is_refused(
     name: str, text: str | None, words: str, tmp_path: Path
 ) -> None:
     await write(tmp_path)
@@ -305,7 +305,7 @@ async def test_a_place_that_was_changed(
         await write(tmp_path)
 
 
-async def test_what_samples_are_made_of(tmp_path: Path) -> None:
+async def test_other_metadata_or_formats_are_refused(tmp_path: Path) -> None:
     await write(tmp_path, until=8, metadata={"seed": 1})
     with pytest.raises(StateMismatchError, match="another metadata") as raised:
         await write(tmp_path, metadata={"seed": 2})
@@ -316,16 +316,16 @@ async def test_what_samples_are_made_of(tmp_path: Path) -> None:
     assert await labels(tmp_path) == list(range(COUNT))
 
 
-async def test_names_beside_each_other(
+async def test_writers_share_a_folder_under_different_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ranks write to one folder under a name each, also if one begins the other."""
-    async with TarWriter(tmp_path, "train-1") as other:
-        await other.write({"bin": bytes(5 << 20)})  # begun, when the next is opened
+    """Also if one name is the beginning of the other."""
+    async with TarWriter(tmp_path, "train-1") as earlier:
+        await earlier.write({"bin": bytes(5 << 20)})  # begun, when the next is opened
         for name in ("train", "train-1-000000.tar"):
             async with TarWriter(tmp_path, name) as writer:
                 await writer.write({"cls": 1})
-        entries = [*os.scandir(tmp_path)]  # with one that is renamed
+        entries = [*os.scandir(tmp_path)]  # including a temporary file
     for name in ("train-1", "train"):
         async with TarWriter(tmp_path, name) as writer:
             assert writer.next_sample == 1
@@ -333,7 +333,7 @@ async def test_names_beside_each_other(
 
 
 @pytest.mark.one_loop
-async def test_memory_is_bounded(tmp_path: Path) -> None:
+async def test_writing_takes_bounded_memory(tmp_path: Path) -> None:
     body = bytes(1 << 20)
     async with TarWriter(tmp_path) as writer:
         await writer.write({"bin": body})
@@ -348,18 +348,18 @@ async def test_memory_is_bounded(tmp_path: Path) -> None:
 
 
 async def test_each_shard_has_its_index(tmp_path: Path) -> None:
-    """Where samples begin, and where the last one ends: 64-bit numbers."""
+    """64-bit offsets of the samples, and of the end of the last one."""
     async with TarWriter(tmp_path) as writer:
         for name in ("a", "b" * 200, "c"):  # the second has a long name
             await writer.write({"__key__": name, "bin": bytes(600), "x": b""})
-    found = np.fromfile(tmp_path / "shard-000000.tar.idx", "<u8").tolist()
+    offsets = np.fromfile(tmp_path / "shard-000000.tar.idx", "<u8").tolist()
     size = (tmp_path / "shard-000000.tar").stat().st_size
     # Headers and bodies of 512 bytes: 4 a sample, and 2 more for each long name.
-    assert found == [512 * at for at in (0, 4, 12, 16)]
-    assert size == found[-1] + 1024
+    assert offsets == [512 * n for n in (0, 4, 12, 16)]
+    assert size == offsets[-1] + 1024
 
 
-async def test_writes_at_once(tmp_path: Path) -> None:
+async def test_concurrent_writes_keep_their_order(tmp_path: Path) -> None:
     async with TarWriter(tmp_path, shard_samples=6) as writer:
         jobs = (
             writer.write({"cls": n, "json": [n] if n % 3 else n, "bin": bytes(1 << 18)})
@@ -374,14 +374,14 @@ async def test_writes_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("before", [None, b"old"])
 @pytest.mark.parametrize("kind", ["memory", "s3"])
-async def test_two_writers_in_the_same_moment(
+async def test_one_of_two_racing_writers_wins(
     kind: str,
     before: bytes | None,
     monkeypatch: pytest.MonkeyPatch,
     request: pytest.FixtureRequest,
     s3_port: int,
 ) -> None:
-    """One of them succeeds, also if both have seen the same list of shards."""
+    """Even if both have seen the same list of shards."""
     destination: Any = MemoryStore()
     if kind == "s3":
         loop = request.node.callspec.id
@@ -393,11 +393,11 @@ async def test_two_writers_in_the_same_moment(
     is_one_over = asyncio.Event()
 
     async def both_have_seen(sink: Any, file: str) -> Any:
-        found = await version(sink, file)
-        # One after the other: the test's server compares and writes in two steps.
+        seen = await version(sink, file)
+        # One after another: the test's server compares and writes in two steps.
         if await barrier.wait():
             await is_one_over.wait()
-        return found
+        return seen
 
     async def swap(number: int) -> bool:
         done: bool = await pair[number].swap("list.json", before, b"%d" % number)
@@ -413,9 +413,9 @@ async def test_two_writers_in_the_same_moment(
         await sink.aclose()
 
 
-async def test_two_writers_of_one_shard_at_once(tmp_path: Path) -> None:
+async def test_a_second_writer_of_a_shard_is_refused(tmp_path: Path) -> None:
     first, second = (TarWriter(tmp_path, shard_bytes=size) for size in (3_000, 6_000))
-    rows = [{"bin": bytes(512) + bytes([at])} for at in range(9)]
+    rows = [{"bin": bytes(512) + bytes([n])} for n in range(9)]
     async with first:
         await second.__aenter__()
         for writer in (first, second):
@@ -434,8 +434,8 @@ async def test_two_writers_of_one_shard_at_once(tmp_path: Path) -> None:
         with pytest.raises(RuntimeError, match=lost):
             await second.__aexit__(None, None, None)
     stream = TarDataset(f"{tmp_path}/*.tar")
-    found = [sample["bin"] async for sample in stream]
-    assert found == [one["bin"] for one in rows[:3]]
+    bodies = [sample["bin"] async for sample in stream]
+    assert bodies == [row["bin"] for row in rows[:3]]
     assert await asyncio.to_thread(index.read_bytes) == before
     assert not await asyncio.to_thread(lambda: [*tmp_path.glob(".*")])
 
@@ -455,7 +455,7 @@ def rows(count: int) -> list[dict[str, Any]]:
     ]
 
 
-async def test_parquet_is_read(tmp_path: Path) -> None:
+async def test_written_parquet_is_read(tmp_path: Path) -> None:
     options: Any = {"shard_bytes": 9_000, "row_group_bytes": 2_000}
     shards = await write_parquet(rows(300), tmp_path, compression="none", **options)
     assert len(shards) > 2
@@ -469,7 +469,7 @@ async def test_parquet_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["list", "generator", "async", "stream", "function"])
-async def test_rows_of_any_kind(kind: str, tmp_path: Path) -> None:
+async def test_rows_may_come_from_any_iterable(kind: str, tmp_path: Path) -> None:
     every = [{"id": number} for number in range(20)]
     asked: list[int] = []
 
@@ -520,10 +520,10 @@ DAY, NOON = date(2020, 1, 1), datetime(2020, 1, 1, 12)
         (pa.field("x", pa.int32(), nullable=False), 1, None),
     ],
 )
-async def test_a_value_that_would_change(
+async def test_values_that_would_change_are_refused(
     kind: Any, good: Any, bad: Any, tmp_path: Path
 ) -> None:
-    """Its row is refused when a row group is full, and no other."""
+    """When their row group is full; other rows are written."""
     field = kind if isinstance(kind, pa.Field) else kind and pa.field("x", kind)
     options: Any = {"schema": field and pa.schema([field])}
     await write_parquet([{"x": good}], tmp_path, **options)
@@ -537,7 +537,7 @@ async def test_a_value_that_would_change(
     assert [table.num_rows for table in tables] == [1, count - 1]
 
 
-async def test_the_schema_stays(tmp_path: Path) -> None:
+async def test_the_schema_cannot_change(tmp_path: Path) -> None:
     await write_parquet([{"a": 1, "b": "x"}], tmp_path)
     with pytest.raises(ValueError, match="row 1 has columns that the schema lacks: c"):
         await write_parquet([{}, {"c": 1}], tmp_path)
@@ -552,8 +552,8 @@ async def test_the_schema_stays(tmp_path: Path) -> None:
     assert table.to_pylist() == [{"a": None, "b": "y"}]
 
 
-async def test_rows_are_copied(tmp_path: Path) -> None:
-    """And arrays keep their type, in later row groups, too."""
+async def test_rows_are_copied_when_written(tmp_path: Path) -> None:
+    """Arrays keep their type in later row groups, too."""
     array, tensor, several = np.zeros((2, 2), np.float32), torch.tensor(0.0), [0]
     async with ParquetWriter(tmp_path, row_group_bytes=50) as writer:
         for number in range(3):
@@ -569,7 +569,7 @@ async def test_rows_are_copied(tmp_path: Path) -> None:
     assert kinds == ["list<element: list<element: float>>", "float"]
 
 
-async def test_parquet_that_ends_early(tmp_path: Path) -> None:
+async def test_an_error_keeps_the_rows_of_full_shards(tmp_path: Path) -> None:
     closed: list[str] = []
 
     async def failing() -> Any:
@@ -589,7 +589,7 @@ async def test_parquet_that_ends_early(tmp_path: Path) -> None:
         assert writer.next_sample == 4
 
 
-# -- writers that are killed by SIGKILL before any operation, and begun again ---------
+# -- writers that are killed before any operation, and run again ---------------------
 
 
 def texts(kind: str, data: bytes) -> list[str]:
@@ -613,12 +613,12 @@ def seen(kind: str, folder: Path) -> list[str]:
 @pytest.mark.parametrize(
     "numbers",
     [
-        # Of the beginning, of one shard, and one after the end.
+        # Operations at the beginning, of one shard, and after the end.
         pytest.param([2, 3, 4, 5, 6, 7, 8, 11, 15, 16, 24], id="some"),
         pytest.param(range(26), marks=pytest.mark.fuzz, id="all"),
     ],
 )
-def test_killed_before_any_operation(tmp_path: Path, numbers: list[int]) -> None:
+def test_killed_writers_resume_exactly(tmp_path: Path, numbers: list[int]) -> None:
     """Readers see whole shards; the next process writes the rest, to the same bytes."""
     expected = [str(number) for number in range(KILLED_SAMPLES)]
     jobs = [
@@ -632,9 +632,9 @@ def test_killed_before_any_operation(tmp_path: Path, numbers: list[int]) -> None
     assert set(ended) == {SIGKILLED, 0}  # the last ones had no operation left
     counts = set()
     for kind, folder, _ in killed:
-        found = seen(kind, Path(folder))
-        assert found == expected[: len(found)]
-        counts.add(len(found))
+        texts = seen(kind, Path(folder))
+        assert texts == expected[: len(texts)]
+        counts.add(len(texts))
     assert counts == {0, 6, 12, 18}
     assert set(run("write", jobs)) == {0}
     files: dict[str, list[Any]] = {}
@@ -642,7 +642,7 @@ def test_killed_before_any_operation(tmp_path: Path, numbers: list[int]) -> None
         assert seen(kind, Path(folder)) == expected
         content = {path.name: path.read_bytes() for path in Path(folder).iterdir()}
         files.setdefault(kind, []).append(content)
-    assert all(one == every[0] for every in files.values() for one in every)
+    assert all(content == every[0] for every in files.values() for content in every)
 
 
 @pytest.mark.slow
@@ -651,14 +651,16 @@ def test_killed_before_any_operation(tmp_path: Path, numbers: list[int]) -> None
     [[7, 13], pytest.param([3, 5, 6, 7, 8, 10, 12, 13], marks=pytest.mark.fuzz)],
     ids=["some", "all"],
 )
-def test_killed_while_it_uploads(s3: str, s3_port: int, numbers: list[int]) -> None:
-    """A store shows no part of an upload; each sample is there once in the end."""
+def test_uploads_of_killed_writers_are_not_seen(
+    s3: str, s3_port: int, numbers: list[int]
+) -> None:
+    """A store shows no part of an upload; in the end, each sample is there once."""
     base = f"{s3}-killed-{len(numbers)}"
     jobs = [("tar", f"{base}-{number}", number) for number in numbers]
     assert set(run("kill", jobs)) == {SIGKILLED}
     store = S3Store("bucket", client_options={"allow_http": True})
 
-    def found() -> dict[str, list[str]]:
+    def shards() -> dict[str, list[str]]:
         content: dict[str, list[str]] = {job[1]: [] for job in jobs}
         keys = [meta["path"] for page in obstore.list(store) for meta in page]
         for key in sorted(keys):
@@ -669,9 +671,9 @@ def test_killed_while_it_uploads(s3: str, s3_port: int, numbers: list[int]) -> N
                 assert len(data) > 2 * LARGE_BYTES
         return content
 
-    counts = [len(content) for content in found().values()]
+    counts = [len(content) for content in shards().values()]
     assert counts == sorted(counts)
     assert (counts[0], counts[-1]) == (0, 4)
     assert set(run("write", jobs)) == {0}
     expected = [str(number) for number in range(LARGE_SAMPLES)]
-    assert all(content == expected for content in found().values())
+    assert all(content == expected for content in shards().values())

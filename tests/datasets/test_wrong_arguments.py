@@ -1,4 +1,4 @@
-"""Wrong arguments, misconfigured stores and missing extras: what to do is said."""
+"""Wrong arguments, misconfigured stores and missing extras: errors say what to do."""
 
 import asyncio
 import copy
@@ -76,7 +76,7 @@ WRONG = {
         for filters in ([], "'n > 1'", [("n", ">")], [("n", "~", 1)])
     },
     "ArrowDataset('a', nulls=3)": "TypeError: nulls must be a dict of .*, got int",
-    # A state would name another order of a set in each process.
+    # A set has another order in each process, so a state could not name it.
     "CSVDataset('a', {'a', 'b'})": "TypeError: columns must be a list of names, got",
     "CSVDataset('a', null_values={'-'})": "TypeError: null_values must be a list, got",
     "TarDataset('htps://h/a.tar')": (
@@ -240,8 +240,8 @@ WRONG = {
     "pad_collate(multiple=0)": "ValueError: multiple must be at least 1, got 0",
     "progress([1])": "TypeError: progress needs an aioloader.DataLoader, got ",
     "iter(from_iterable([]))": "TypeError: .*not iterable",
-    # Unknown options, of whatever is made and by whichever constructor; the nearest of
-    # its own and of those it shares.
+    # Unknown options of all constructors, with the nearest of their own and shared
+    # options.
     "ByteStream('a', one_by_one)": "TypeError: make must be a plain generator func",
     "ByteStream('a', len, shufle=1)": "TypeError: ByteStream.*did you mean 'shuffle'",
     "CSVDataset('a', delimeter=';')": "TypeError: CSVDataset.*did you mean 'delimiter'",
@@ -263,7 +263,7 @@ WRONG = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("call", "error"), WRONG.items(), ids=WRONG)
-def test_in_the_constructor(call: str, error: str) -> None:
+def test_constructors_refuse_wrong_arguments(call: str, error: str) -> None:
     with pytest.raises((LookupError, TypeError, ValueError)) as raised:
         eval(call)
     assert re.match(error, f"{type(raised.value).__name__}: {raised.value}")
@@ -286,13 +286,13 @@ def test_in_the_constructor(call: str, error: str) -> None:
         ({"zzz": 1}, "it has cache, cache_bytes, .*deterministic, "),
     ],
 )
-def test_unknown_options_of_streams(kind: str, options: Any, words: str) -> None:
+def test_unknown_options_name_the_nearest(kind: str, options: Any, words: str) -> None:
     name = f"{kind}Dataset"
     with pytest.raises(TypeError, match=rf"^{name}\(\) got an unknown .*{words}"):
         getattr(datasets, name)("a", **options)
 
 
-def test_a_subclass_adds_its_own() -> None:
+def test_subclasses_may_add_options() -> None:
     class Mine(TarDataset):
         def __init__(self, *, quality: int = 1, **options: Any) -> None:
             super().__init__("a", **options)
@@ -310,12 +310,12 @@ def test_a_subclass_adds_its_own() -> None:
 def test_typed_options_are_those_of_the_constructors(
     shared: Any, constructors: list[type]
 ) -> None:
-    """What a type checker knows is what is taken, in the same order."""
+    """A type checker knows the options that are taken, in the same order."""
     taken = [
         name
         for made in constructors
-        for name, one in inspect.signature(made).parameters.items()
-        if one.kind is one.KEYWORD_ONLY
+        for name, parameter in inspect.signature(made).parameters.items()
+        if parameter.kind is parameter.KEYWORD_ONLY
     ]
     assert list(shared.__annotations__) == taken
 
@@ -330,7 +330,7 @@ def test_wrapped_constructors_keep_their_signatures() -> None:
 
 @pytest.fixture
 def no_credentials(monkeypatch: pytest.MonkeyPatch, unused_port: int) -> dict[str, Any]:
-    """Return options of a machine that has no credentials of its own."""
+    """Return the options of a machine without credentials."""
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_ENDPOINT_URL"):
         monkeypatch.delenv(name, raising=False)
     return {"metadata_endpoint": f"http://127.0.0.1:{unused_port}", **ONCE}
@@ -341,7 +341,7 @@ async def first(stream: Any) -> Any:
         return await anext(iterator)
 
 
-async def test_no_credentials(no_credentials: dict[str, Any]) -> None:
+async def test_missing_credentials_are_reported(no_credentials: dict[str, Any]) -> None:
     words = "there are no credentials: set the environment variables, or pass store_opt"
     stream = TarDataset("s3://b/a.tar", store_options=no_credentials, requests=QUICK)
     with pytest.raises(DatasetError, match=words):
@@ -373,7 +373,7 @@ async def test_no_credentials(no_credentials: dict[str, Any]) -> None:
         ),
     ],
 )
-async def test_at_the_first_read(
+async def test_wrong_addresses_fail_at_the_first_read(
     call: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME", raising=False)
@@ -382,7 +382,7 @@ async def test_at_the_first_read(
             await first(eval(call))
 
 
-async def test_names_that_obstore_cannot_read(tmp_path: Path) -> None:
+async def test_names_that_obstore_cannot_read_are_errors(tmp_path: Path) -> None:
     (tmp_path / "a\nb").touch()
     words = r"cannot list .*the key .*: copy it to another key, or pass"
     with pytest.raises(DatasetError, match=words):
@@ -407,7 +407,7 @@ async def test_names_that_obstore_cannot_read(tmp_path: Path) -> None:
         ("asyncpg", "SQLRows(SERVER, 't', key='k', keys=[])", "sql"),
     ],
 )
-def test_missing_extras(
+def test_missing_extras_say_how_to_install_them(
     module: str, call: str, extra: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, module, None)
@@ -415,7 +415,7 @@ def test_missing_extras(
         eval(call)
 
 
-async def test_missing_zstandard(tmp_path: Path, monkeypatch: Any) -> None:
+async def test_missing_zstandard_is_named(tmp_path: Path, monkeypatch: Any) -> None:
     (tmp_path / "a.txt.zst").touch()
     for module in ("zstandard", "compression.zstd"):
         monkeypatch.setitem(sys.modules, module, None)
@@ -444,8 +444,8 @@ def with_option(name: str) -> Any:
         (lambda _: TarDataset("pipe:curl http://a/b.tar"), "https://"),
     ],
 )
-def test_names_of_other_loaders_are_answered_with_ours(wrong: Any, hint: str) -> None:
-    """WebDataset's and Hugging Face's; `hasattr` and copies work as ever."""
+def test_names_of_other_loaders_suggest_ours(wrong: Any, hint: str) -> None:
+    """WebDataset's and Hugging Face's; `hasattr` and copies work as usual."""
     stream = TarDataset("a.tar")
     with pytest.raises((AttributeError, TypeError, ValueError)) as caught:
         wrong(stream)

@@ -1,8 +1,8 @@
-"""A device that is none: it copies as late as it may, and writes down what is asked.
+"""A device in host memory that copies as late as it may, and logs its calls.
 
-Copies are begun in order and carried out when somebody waits for them, from whatever
-is at the address by then. So a slot that is given back too early, or a batch that is
-handed over without a wait, shows in the values.
+Copies begin in order and are carried out when something waits for them, from the bytes
+that are then at the address. So a slot that is given back too early, or a batch that is
+handed over without a wait, has wrong values.
 """
 
 import ctypes
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Mark:
-    """How many copies had been begun."""
+    """The number of copies that had begun."""
 
     def __init__(self, port: "LatePort", number: int) -> None:
         self.port = port
@@ -36,8 +36,8 @@ class LatePort(Accelerator):
     """A device in the host's memory.
 
     Attributes:
-        log: What was called, in order.
-        locked: Address and size of what is page-locked.
+        log: The calls, in order.
+        locked: Sizes of page-locked ranges, by address.
     """
 
     def __init__(self) -> None:
@@ -50,14 +50,14 @@ class LatePort(Accelerator):
         self._stagings: list[torch.Tensor] = []
 
     def locker(self) -> Locker:
-        """Return its own."""
+        """Return its own function."""
         return self._lock_pages
 
     def enter_thread(self) -> None:
-        """Be here already."""
+        """Do nothing: all threads are alike."""
 
     def is_locked(self, host: torch.Tensor) -> bool:
-        """Look where the memory is."""
+        """Return whether the tensor is in a page-locked range."""
         return any(
             start <= host.data_ptr() and host.data_ptr() + host.nbytes <= start + size
             for start, size in self.locked.items()
@@ -71,7 +71,7 @@ class LatePort(Accelerator):
         return staging
 
     def copy(self, host: torch.Tensor) -> torch.Tensor:
-        """Begin a copy from an address, not from an object that could be kept."""
+        """Begin a copy from an address, not from an object, which would stay alive."""
         copy = torch.full_like(host, 1)
         assert copy.stride() == host.stride()
         with self._lock:
@@ -80,14 +80,14 @@ class LatePort(Accelerator):
         return copy
 
     def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Have them already."""
+        """Do nothing: the tensors are in host memory."""
 
     def mark(self) -> Any:
-        """Return where the copies are."""
+        """Return the number of copies so far."""
         return Mark(self, len(self._copies))
 
     def hand_over(self, mark: Any, tensors: Iterable[Any]) -> Any:
-        """Let the consumer see what has been copied."""
+        """Carry out the copies of a batch."""
         names = " ".join(str(getattr(each, "nbytes", "own")) for each in tensors)
         self.carry_out(mark.number, f"hand over {names}")
         return Mark(self, 0)
@@ -103,7 +103,7 @@ class LatePort(Accelerator):
         return partial(self.locked.pop, address)
 
     def carry_out(self, number: int, why: str) -> None:
-        """Copy what was begun before a mark."""
+        """Copy what began before a mark."""
         with self._lock:
             while self._done < number:
                 copy, address = self._copies[self._done]
@@ -115,7 +115,7 @@ class LatePort(Accelerator):
 
 
 def on(port: LatePort, loader: "DataLoader[Any]", depth: int = 1) -> "DataLoader[Any]":
-    """Have ``loader`` deliver its batches there."""
+    """Have ``loader`` deliver its batches by ``port``."""
     device = torch.device("cuda", 0)
     loader.device = Device(device, ahead=depth)
     loader._live.accelerators[device] = port

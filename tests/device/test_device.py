@@ -1,4 +1,4 @@
-"""Whole loaders in front of a device: values, slots, errors, graphs, exits."""
+"""Loaders that deliver to a device: values, slots, errors, graphs, exits."""
 
 import logging
 import os
@@ -41,7 +41,7 @@ pytestmark = MARKS
 
 
 class Types:
-    """Samples of every type, small and large: all that is in them is their bytes."""
+    """Samples of every type, small and large."""
 
     def __init__(self, count: int = 12) -> None:
         self.count = count
@@ -60,23 +60,23 @@ class Types:
 
 
 def check(batch: dict[str, Any], number: int) -> None:
-    """Hold a batch against its samples, bit by bit."""
+    """Compare a batch with its samples, bit by bit."""
     samples = [Types()[index] for index in range(number * SIZE, (number + 1) * SIZE)]
     assert batch["no"] == ["text"] * SIZE
     assert batch["empty"].shape == (SIZE, 0)
     for name in samples[0]:
         if name not in {"index", "empty", "no"}:
             expected = torch.stack([sample[name] for sample in samples])
-            found = batch[name]
-            assert (found.dtype, found.device) == (expected.dtype, DEVICE)
-            bits = found.cpu().view(torch.uint8)
+            moved = batch[name]
+            assert (moved.dtype, moved.device) == (expected.dtype, DEVICE)
+            bits = moved.cpu().view(torch.uint8)
             assert torch.equal(bits, expected.view(torch.uint8)), name
     assert batch["index"].tolist() == [sample["index"] for sample in samples]
 
 
 @pytest.mark.parametrize(("num_workers", "workers"), KINDS)
-def test_every_type(num_workers: int, workers: Any) -> None:
-    """By a plain ``for``."""
+def test_values_of_every_type_arrive(num_workers: int, workers: Any) -> None:
+    """With a plain ``for``."""
     options: dict[str, Any] = {"num_workers": num_workers, "workers": workers}
     with DataLoader(Types(), SIZE, device=DEVICE.type, **options) as loader:
         for number, batch in enumerate(loader):
@@ -88,8 +88,10 @@ def test_every_type(num_workers: int, workers: Any) -> None:
     ("loop", "num_workers", "workers"),
     [("caller", 0, "process"), ("thread", 2, "process"), ("caller", 2, "thread")],
 )
-async def test_async_for(loop: Any, num_workers: int, workers: Any) -> None:
-    """The same for a task, two batches ahead."""
+async def test_async_for_delivers_every_type(
+    loop: Any, num_workers: int, workers: Any
+) -> None:
+    """Two batches ahead."""
     options: Any = {"loop": loop, "num_workers": num_workers, "workers": workers}
     async with DataLoader(
         Types(), SIZE, device=Device(DEVICE, ahead=2), **options
@@ -100,8 +102,8 @@ async def test_async_for(loop: Any, num_workers: int, workers: Any) -> None:
 
 
 @pytest.mark.parametrize(("num_workers", "workers"), KINDS)
-def test_slots_are_locked(num_workers: int, workers: Any) -> None:
-    """No large tensor is staged: each is copied from where it was collated."""
+def test_batches_are_copied_from_locked_slots(num_workers: int, workers: Any) -> None:
+    """No large tensor is staged."""
     port = Watched()
     options: dict[str, Any] = {"num_workers": num_workers, "workers": workers}
     with on(port, DataLoader(Rows(160), SIZE, **options)) as loader:
@@ -111,10 +113,10 @@ def test_slots_are_locked(num_workers: int, workers: Any) -> None:
     assert max(port.staged, default=0) <= SMALL
 
 
-def test_refused_locking_stages(
+def test_batches_are_staged_if_locking_is_refused(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One line says so; the values are the same, and no later call fails for it."""
+    """One log line says so; the values are the same, and no later call fails."""
     runtime = MODULE.cudart()
 
     class Refusing:
@@ -122,7 +124,7 @@ def test_refused_locking_stages(
 
         @staticmethod
         def cudaHostRegister(_address: int, nbytes: int, flags: int) -> Any:  # noqa: N802
-            return runtime.cudaHostRegister(0, nbytes, flags)  # refused, in earnest
+            return runtime.cudaHostRegister(0, nbytes, flags)  # CUDA refuses it
 
     monkeypatch.setattr(MODULE, "cudart", Refusing)
     port = Watched()
@@ -134,8 +136,8 @@ def test_refused_locking_stages(
     assert f"page-locking 1,048,576 bytes for {DEVICE} was refused" in line
 
 
-def test_what_moves_itself() -> None:
-    """Sparse, conjugated, packed, with a gradient: all of it arrives."""
+def test_unusual_tensors_arrive() -> None:
+    """Sparse, conjugated, packed, with a gradient."""
     weights = torch.rand(3, requires_grad=True)
     turned = torch.view_as_complex(torch.rand(40, 2)).conj()
     batch: list[Any] = [
@@ -148,33 +150,33 @@ def test_what_moves_itself() -> None:
         torch.ones(2, device=DEVICE),
     ]
     delivery = moved_in_a_thread(batch)
-    found = delivery.hand_over()
+    moved = delivery.hand_over()
     delivery.release()
-    assert torch.equal(found[0].cpu().to_dense(), torch.eye(5))
-    assert torch.equal(found[1].cpu().resolve_conj(), turned.resolve_conj())
-    assert torch.equal(found[2].cpu(), weights)
-    assert found[3].data.device == DEVICE
-    assert torch.equal(found[4].cpu(), batch[4])
-    assert found[5].is_contiguous(memory_format=torch.channels_last)
-    assert found[6] is batch[6]
+    assert torch.equal(moved[0].cpu().to_dense(), torch.eye(5))
+    assert torch.equal(moved[1].cpu().resolve_conj(), turned.resolve_conj())
+    assert torch.equal(moved[2].cpu(), weights)
+    assert moved[3].data.device == DEVICE
+    assert torch.equal(moved[4].cpu(), batch[4])
+    assert moved[5].is_contiguous(memory_format=torch.channels_last)
+    assert moved[6] is batch[6]
 
 
 def moved_in_a_thread(batch: Any) -> Any:
     """Begin to move a batch, as the stage does."""
-    mover, found = Mover(accelerator_of(DEVICE, {})), []
+    mover, deliveries = Mover(accelerator_of(DEVICE, {})), list[Any]()
 
     def move() -> None:
         mover.enter_thread()
-        found.append(mover.move(batch))
+        deliveries.append(mover.move(batch))
 
     thread = threading.Thread(target=move)
     thread.start()
     thread.join()
-    return found[0]
+    return deliveries[0]
 
 
 def test_the_host_does_not_wait_for_a_copy() -> None:
-    """A batch is handed over before it has arrived; the stream waits."""
+    """A batch is handed over before it arrives; the stream waits."""
     port = Watched(late=2_000_000_000)  # a second
     with on(port, DataLoader(Rows(SIZE), SIZE)) as loader:
         batch = next(iter(loader))
@@ -190,8 +192,8 @@ class Uneven(Rows):
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_out_of_memory(num_workers: int) -> None:
-    """The error names the batch and its size; the next batch arrives."""
+def test_out_of_memory_is_an_error_of_one_batch(num_workers: int) -> None:
+    """It names the batch and its size; the next batch arrives."""
     with (
         limited(2 * LARGE),
         DataLoader(Uneven(5), 1, device=DEVICE.type, num_workers=num_workers) as loader,
@@ -207,8 +209,8 @@ def test_out_of_memory(num_workers: int) -> None:
         assert [int(batch[0, -1]) for batch in iterator] == [3, 4]
 
 
-def test_no_batch_inside_a_capture() -> None:
-    """The error says what to do; the loader goes on."""
+def test_a_step_inside_a_capture_is_an_error() -> None:
+    """It says what to do; iteration can resume."""
     with on(Watched(), DataLoader(Rows(80), SIZE)) as loader:
         iterator = iter(loader)
         static = next(iterator)
@@ -225,8 +227,8 @@ def test_no_batch_inside_a_capture() -> None:
 
 @ON_GPU
 @pytest.mark.parametrize("mode", ["thread_local", "global"])
-def test_a_capture_while_batches_are_moved(mode: Any) -> None:
-    """Neither disturbs the other; batches are copied into the graph's inputs."""
+def test_capturing_a_graph_does_not_disturb_copies(mode: Any) -> None:
+    """Nor the reverse; batches are copied into the graph's inputs."""
     port = Watched()
     with on(port, DataLoader(Rows(400), SIZE, num_workers=2)) as loader:
         iterator = iter(loader)
@@ -250,12 +252,12 @@ def test_a_capture_while_batches_are_moved(mode: Any) -> None:
 
 
 @pytest.mark.parametrize(("num_workers", "workers"), KINDS)
-def test_pinned_batches(num_workers: int, workers: Any) -> None:
-    """Without a device, all tensors are in page-locked memory."""
+def test_pin_memory_pins_all_tensors(num_workers: int, workers: Any) -> None:
+    """Without a device."""
     options: dict[str, Any] = {"num_workers": num_workers, "workers": workers}
     with DataLoader(Types(), SIZE, pin_memory=True, **options) as loader:
         for batch in loader:
-            tensors = [one for one in batch.values() if isinstance(one, torch.Tensor)]
+            tensors = [t for t in batch.values() if isinstance(t, torch.Tensor)]
             assert all(each.is_pinned() for each in tensors if each.numel())
             check(
                 {
@@ -307,7 +309,7 @@ PATHS = os.pathsep.join([*filter(None, sys.path)])
 
 
 def run_all(ways: dict[str, int], device: str, num_workers: int) -> None:
-    """Run the script side by side in all ways; each ends with its exit status."""
+    """Run the script in all ways at once; each must end with its exit status."""
     options = ["-W", "ignore::ResourceWarning", "-c", BEGIN + SCRIPT]
     children = {
         way: subprocess.Popen(
@@ -333,21 +335,21 @@ if not IS_FAKE:
 
 
 @pytest.mark.parametrize(("ways", "num_workers"), EXITS)
-def test_exits(ways: dict[str, int], num_workers: int) -> None:
-    """With the stage at work: no crash, nothing said that was not raised."""
+def test_exits_during_copies_are_clean(ways: dict[str, int], num_workers: int) -> None:
+    """No crash, and no message but the raised exception."""
     run_all(ways, str(DEVICE), num_workers)
 
 
 @ON_GPU
 @TWO_DEVICES
-def test_another_device() -> None:
-    """It is used, and no other: not even for a context."""
+def test_a_second_device_is_the_only_one_used() -> None:
+    """The first one has not even a context."""
     run_all({"context": 0}, "cuda:1", 2)
 
 
 @TWO_DEVICES
 def test_the_current_device_does_not_matter() -> None:
-    """While it is the first, batches come on the second."""
+    """Batches arrive on the second device while the first is current."""
     second = torch.device(DEVICE.type, 1)
     with DataLoader(Rows(400), SIZE, device=second, num_workers=2) as loader:
         for number, batch in enumerate(loader):

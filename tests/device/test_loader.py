@@ -1,4 +1,4 @@
-"""Whole loaders in front of a device that copies as late as it may."""
+"""Loaders that deliver to a device which copies as late as it may."""
 
 import asyncio
 import gc
@@ -33,7 +33,7 @@ class Images:
 
 
 class AsyncImages(Images):
-    """The same, by coroutines."""
+    """The same with coroutines."""
 
     async def __getitem__(self, index: int) -> Any:  # type: ignore[override]
         await asyncio.sleep(0)
@@ -41,15 +41,15 @@ class AsyncImages(Images):
 
 
 def check(batch: Any, first: int, size: int = 4) -> None:
-    """Hold a batch against what it should be, everywhere."""
+    """Compare a batch with its expected values, everywhere."""
     images, labels = batch
     expected = torch.arange(first, first + size)
     assert torch.equal(labels, expected)
     assert bool((images == expected[:, None, None]).all())
 
 
-def test_persistent_workers() -> None:
-    """Slots are locked once, whatever the number of epochs; nothing is locked twice."""
+def test_persistent_workers_lock_each_slot_once() -> None:
+    """However many epochs there are."""
     port = LatePort()
     loader: Any = DataLoader(Images(), 4, num_workers=2, persistent_workers=True)
     locked = set()
@@ -64,8 +64,8 @@ def test_persistent_workers() -> None:
     assert port.locked == {}
 
 
-def test_a_lost_device() -> None:
-    """Whoever waits learns of it, and the iteration ends."""
+def test_the_error_of_a_lost_device_is_raised() -> None:
+    """The iteration ends."""
 
     class Lost(LatePort):
         def carry_out(self, number: int, why: str) -> None:
@@ -80,7 +80,7 @@ def test_a_lost_device() -> None:
 
 
 class Behind(LatePort):
-    """Its stream comes to no batch before it is told to."""
+    """Its stream is stuck until the test releases it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,11 +96,11 @@ class Behind(LatePort):
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_device_that_falls_behind(depth: int) -> None:
-    """No memory is taken for a batch while that of too many may still be in use."""
-    port, found = Behind(), list[Any]()
+def test_a_slow_device_bounds_the_batches_in_memory(depth: int) -> None:
+    """No batch is moved while the memory of too many may still be in use."""
+    port, batches = Behind(), list[Any]()
     loader = on(port, DataLoader(Images(), 4), depth)
-    thread = threading.Thread(target=lambda: found.extend(loader))
+    thread = threading.Thread(target=lambda: batches.extend(loader))
     thread.start()
     is_awaited = port.is_awaited.wait(20)
     moved = sum(line.startswith("copy") for line in port.log) // 2  # with the labels
@@ -108,13 +108,12 @@ def test_a_device_that_falls_behind(depth: int) -> None:
     thread.join()
     assert is_awaited
     assert depth + 2 <= moved <= 2 * depth + 2
-    assert len(found) == 15
-    for number, batch in enumerate(found):
+    assert len(batches) == 15
+    for number, batch in enumerate(batches):
         check(batch, 4 * number)
 
 
-def test_a_timeout() -> None:
-    """A wait that is given up leaves the stage as it was."""
+def test_a_timeout_loses_no_batch() -> None:
     gate = threading.Event()
 
     class Slow(Images):
@@ -123,21 +122,20 @@ def test_a_timeout() -> None:
             return super().__getitem__(index)
 
     iterator = iter(on(LatePort(), DataLoader(Slow(8), 4, timeout=0.05)))
-    found, waits = 0, 0
-    while found < 2:
+    taken, waits = 0, 0
+    while taken < 2:
         try:
-            check(next(iterator), 4 * found)
-            found += 1
+            check(next(iterator), 4 * taken)
+            taken += 1
         except BatchTimeoutError:
             waits += 1
-            if found:
+            if taken:
                 gate.set()
     assert waits
     iterator.close()
 
 
-def test_errors_of_samples_pass_through() -> None:
-    """As without a device."""
+def test_errors_of_samples_are_raised_as_without_device() -> None:
     indices = [0, 1, 99, 3]
 
     class Holed(Images):
@@ -157,8 +155,8 @@ def test_errors_of_samples_pass_through() -> None:
         next(iterator)
 
 
-def test_the_pipelines_failure() -> None:
-    """It is raised after what came before, once."""
+def test_a_samplers_error_follows_the_earlier_batches() -> None:
+    """It is raised once."""
 
     class Sampler:
         def __iter__(self) -> Iterator[list[int]]:
@@ -173,7 +171,7 @@ def test_the_pipelines_failure() -> None:
 
 
 async def test_a_cancelled_step_loses_nothing() -> None:
-    """The batch comes with the next step."""
+    """The next step returns the batch."""
     async with on(LatePort(), DataLoader(AsyncImages(), batch_size=4)) as loader:
         iterator = aiter(loader)
         for number in range(15):
@@ -188,15 +186,15 @@ async def test_a_cancelled_step_loses_nothing() -> None:
         await iterator.aclose()
 
 
-def test_the_window_counts_what_is_on_the_device() -> None:
-    """In flight: the workers' window, and what is ahead on the device."""
+def test_batches_on_the_device_count_as_in_flight() -> None:
+    """Besides the workers' window."""
     loader = on(LatePort(), DataLoader(Images(), 4, num_workers=1), depth=3)
     for _ in loader:
         assert loader.stats().in_flight <= 2 + 3
 
 
-def test_a_device_that_is_not_there() -> None:
-    """Said at once, and what to do."""
+def test_a_missing_device_is_an_error_at_once() -> None:
+    """It says what to pass."""
     if not torch.cuda.is_available():
         seen = "torch sees no device but the cpu here"
         with pytest.raises(ValueError, match=seen):
@@ -218,8 +216,8 @@ def test_a_device_that_is_not_there() -> None:
         DataLoader([1], device=Device("graphics"))
 
 
-def test_a_device_is_a_value() -> None:
-    """It is equal to its copy, shows its parts, and counts when assigned, too."""
+def test_devices_compare_by_value() -> None:
+    """They show their parts, and can be assigned."""
     device = Device("cpu", ahead=2, keys=["a"], transform=len)
     assert pickle.loads(pickle.dumps(device)) == device
     shown = "Device(name='cpu', ahead=2, keys=['a'], transform=<built-in function len>)"
@@ -231,8 +229,7 @@ def test_a_device_is_a_value() -> None:
     assert [batch.tolist() for batch in loader] == [[1, 2], [3]]
 
 
-def test_what_is_shown_of_copies(tmp_path: Path) -> None:
-    """Figures of the stage, a verdict, and a row in the trace."""
+def test_stats_report_and_trace_have_the_copies(tmp_path: Path) -> None:
     loader = on(LatePort(), DataLoader(Images(), 4, num_workers=1), depth=2)
     with loader.trace(tmp_path / "run.json"):
         for _ in loader:
@@ -246,12 +243,12 @@ def test_what_is_shown_of_copies(tmp_path: Path) -> None:
     assert loader.stats().device_bytes == 0
     assert loader.report().batches == 14
     events = json.loads((tmp_path / "run.json").read_text())["traceEvents"]
-    copies = [one for one in events if one["name"] == "copy"]
-    assert [one["args"]["batch"] for one in copies] == list(range(15))
+    copies = [event for event in events if event["name"] == "copy"]
+    assert [event["args"]["batch"] for event in copies] == list(range(15))
 
 
-def test_the_hosts_memory_is_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing stands between: not a thread, not a call."""
+def test_the_cpu_needs_no_stage_for_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither a thread nor a call."""
     monkeypatch.delattr(Staged, "__init__")
     loader: Any = DataLoader(list(range(6)), 2, device="cpu", num_workers=1)
     assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4, 5]]

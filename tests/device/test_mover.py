@@ -1,4 +1,4 @@
-"""Batches of all kinds: every value arrives, containers keep their types."""
+"""Batches of all kinds on a device: values arrive, containers keep their types."""
 
 import collections
 import dataclasses
@@ -12,7 +12,7 @@ from aioloader._device.mover import Mover
 from device.recording import LatePort
 from sendable import DTYPES as ALL_DTYPES
 
-DTYPES = [one for one in ALL_DTYPES if one is not torch.complex32]  # torch warns of it
+DTYPES = [kind for kind in ALL_DTYPES if kind is not torch.complex32]  # torch warns
 
 
 class Point(NamedTuple):
@@ -32,7 +32,7 @@ class Record:
 
 
 class Movable:
-    """Moves itself, ahead of time, for it tells the allocator."""
+    """Moves itself ahead, for it tells the allocator."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
@@ -49,7 +49,7 @@ class Movable:
 
 
 class Late:
-    """Moves itself, and pins itself before."""
+    """Pins itself, then moves itself."""
 
     def __init__(self, tensor: torch.Tensor, *steps: str) -> None:
         self.tensor = tensor
@@ -66,7 +66,7 @@ class Late:
 
 
 def moved(batch: Any, port: LatePort | None = None) -> Any:
-    """Move a batch, hand it over, and let go of it."""
+    """Move a batch, hand it over, and release it."""
     delivery = Mover(port or LatePort()).move(batch)
     result = delivery.hand_over()
     delivery.release()
@@ -74,17 +74,17 @@ def moved(batch: Any, port: LatePort | None = None) -> Any:
 
 
 def test_containers_keep_their_types() -> None:
-    """Mappings, sequences, records, within each other; the rest is passed on."""
-    one, two = torch.ones(3), torch.arange(40_000)
-    counter: Any = collections.defaultdict(list, {"a": one})
-    record = Record(two, "name", [one, None])
+    """Mappings, sequences, records, nested; other values are passed on."""
+    small, large = torch.ones(3), torch.arange(40_000)
+    counter: Any = collections.defaultdict(list, {"a": small})
+    record = Record(large, "name", [small, None])
     batch = {
-        "point": Point(one, 5),
-        "tuple": (two, "text", b"bytes"),
+        "point": Point(small, 5),
+        "tuple": (large, "text", b"bytes"),
         "default": counter,
-        "user": collections.UserDict({"ids": one}),
-        "ordered": collections.OrderedDict(a=one),
-        "deque": collections.deque([two]),
+        "user": collections.UserDict({"ids": small}),
+        "ordered": collections.OrderedDict(a=small),
+        "deque": collections.deque([large]),
         "record": record,
         "size": torch.Size([2, 3]),
         "range": range(3),
@@ -95,16 +95,16 @@ def test_containers_keep_their_types() -> None:
     for name, value in batch.items():
         assert type(result[name]) is type(value), name
     assert result["default"].default_factory is list
-    assert torch.equal(result["record"].image, two)
-    assert result["record"].image is not two
-    assert record.image is two  # the user's batch is as it was
+    assert torch.equal(result["record"].image, large)
+    assert result["record"].image is not large
+    assert record.image is large  # the user's batch is unchanged
     assert result["nothing"] is batch["nothing"]
     assert result["range"] is batch["range"]
-    assert torch.equal(result["user"]["ids"], one)
+    assert torch.equal(result["user"]["ids"], small)
 
 
-def test_small_ones_are_not_views_of_each_other() -> None:
-    """Writing to one does not spoil what autograd keeps of another."""
+def test_small_tensors_are_not_views_of_each_other() -> None:
+    """A write to one does not change a tensor that autograd has saved."""
     mask, labels = moved([torch.ones(3), torch.arange(3.0)])
     weights = torch.ones(3, requires_grad=True)
     loss = (weights * mask).sum()
@@ -113,8 +113,8 @@ def test_small_ones_are_not_views_of_each_other() -> None:
     assert torch.equal(weights.grad, mask)  # type: ignore[arg-type]
 
 
-def test_strides_are_kept() -> None:
-    """Channels last, transposed, expanded: the values, and what strides can be had."""
+def test_values_and_dense_strides_are_kept() -> None:
+    """Channels last and transposed; an expanded tensor keeps its values."""
     images = torch.rand(8, 3, 64, 64).to(memory_format=torch.channels_last)
     turned, expanded = torch.rand(300, 200).T, torch.rand(1, 500).expand(100, 500)
     result = moved([images, turned, expanded])
@@ -124,8 +124,8 @@ def test_strides_are_kept() -> None:
         assert torch.equal(new, old)
 
 
-def test_what_moves_itself() -> None:
-    """Ahead if it can tell the allocator, else at its delivery, on that stream."""
+def test_objects_that_can_move_are_asked_to() -> None:
+    """Ahead if they tell the allocator; otherwise at delivery, on that stream."""
     port = LatePort()
     movable, late = Movable(torch.ones(2)), Late(torch.zeros(2))
     delivery = Mover(port).move([movable, late])
@@ -139,24 +139,23 @@ def test_what_moves_itself() -> None:
     assert delivery.sources is None
 
 
-def test_keys_that_are_not_there() -> None:
-    """A slip of the pen would leave a batch on the host."""
+def test_missing_keys_are_an_error() -> None:
+    """A typing error would leave a batch on the host."""
     with pytest.raises(ValueError, match=r"names \['imgae'\], which the batch lacks"):
         Mover(LatePort(), ["imgae"]).move({"image": torch.ones(2)})
     with pytest.raises(TypeError, match="needs batches with entries"):
         Mover(LatePort(), ["image"]).move(torch.ones(2))
 
 
-def test_one_tensor_under_two_keys() -> None:
-    """It stays where its key says, under each of them."""
+def test_a_tensor_under_two_keys_is_where_each_key_says() -> None:
     both = torch.ones(2)
-    found = Mover(LatePort(), ["a"]).move({"a": both, "b": both}).hand_over()
-    assert found["b"] is both
-    assert found["a"] is not both
+    batch = Mover(LatePort(), ["a"]).move({"a": both, "b": both}).hand_over()
+    assert batch["b"] is both
+    assert batch["a"] is not both
 
 
-def test_a_transform_without_a_device() -> None:
-    """It is called all the same, in the stage's thread."""
+def test_a_devices_transform_also_runs_on_the_cpu() -> None:
+    """In the stage's thread."""
     loader: Any = DataLoader(
         torch.arange(4.0), 2, device=Device("cpu", transform=lambda batch: batch * 2)
     )
@@ -164,7 +163,7 @@ def test_a_transform_without_a_device() -> None:
 
 
 class Elsewhere:
-    """An array of another library, on a device, that could move itself."""
+    """An array of another library, already on a device."""
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return 2, 0
@@ -174,7 +173,7 @@ class Elsewhere:
 
 
 class Cupy:
-    """The same, by the older protocol."""
+    """The same, with the older protocol."""
 
     __cuda_array_interface__: ClassVar[dict[str, int]] = {"version": 3}
 
@@ -188,9 +187,7 @@ def test_arrays_on_a_device_pass_untouched() -> None:
     assert moved(batch) is batch
 
 
-def test_misuse() -> None:
-    """Said by the device itself."""
-
+def test_wrong_arguments_of_a_device_raise() -> None:
     async def transform(batch: Any) -> Any:
         return batch
 
@@ -204,8 +201,8 @@ def test_misuse() -> None:
             Device("cuda", transform=keys)
 
 
-def test_pinning_passes_on_what_cannot_be_pinned() -> None:
-    """Numbers, text and containers stay as they are."""
+def test_pinning_leaves_other_values_unchanged() -> None:
+    """Numbers, text and containers."""
     batch = {"a": [1, "b"], "c": Point(None, 2.5)}
     mover = Mover(None, pins=True)
     assert mover.move(batch).hand_over() is batch

@@ -1,6 +1,6 @@
-"""The tests on a device, on the fake accelerator: each file in a process of its own.
+"""The tests on a device, with the fake accelerator: each file in its own process.
 
-A process that has begun it has another current accelerator, and torch pins for it.
+There the fake one is the current accelerator, and torch pins memory for it.
 """
 
 import json
@@ -32,8 +32,8 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("part", PARTS, ids=" ".join)
-def test_on_fake(part: tuple[str, ...]) -> None:
-    """All pass; what is skipped is about CUDA's own."""
+def test_device_tests_pass_on_the_fake_accelerator(part: tuple[str, ...]) -> None:
+    """Those that are skipped are about CUDA's own features."""
     which, *names = part
     options = ["-q", "-p", "no:cacheprovider", "-m", which]
     done = subprocess.run(
@@ -49,17 +49,20 @@ def test_on_fake(part: tuple[str, ...]) -> None:
 
 
 @pytest.mark.fuzz
-def test_the_script_for_a_gpu(tmp_path: Path) -> None:
-    """It runs to its end on the fake device, and prints what it finds."""
-    script, found = HERE.parents[1] / "tools" / "check_gpu.py", tmp_path / "found.json"
+def test_the_script_for_a_gpu_runs_on_the_fake_one(tmp_path: Path) -> None:
+    """To its end; it prints its figures."""
+    script, figures = (
+        HERE.parents[1] / "tools" / "check_gpu.py",
+        tmp_path / "figures.json",
+    )
     done = subprocess.run(
-        [sys.executable, script, "--dry", "--workers", "2", "--json", found],
+        [sys.executable, script, "--dry", "--workers", "2", "--json", figures],
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         text=True,
         check=True,
     )
-    content = json.loads(found.read_text())
+    content = json.loads(figures.read_text())
     assert content["machine"]["device"] == "fake:0"
     assert "5 passed" in content["tests"]["summary"]
     feeds = [row["feed"] for row in content["figures"] if row["megabytes"] == 4]

@@ -1,7 +1,7 @@
-"""Memory that is used again: on a device, while kernels and copies are late.
+"""Memory is not reused too early on a device whose kernels and copies are late.
 
-All that is compared is compared on the device, in the consumer's stream, behind kernels
-that take long: the host is far ahead, as it is in training.
+Values are compared on the device, in the consumer's stream, after long kernels: the
+host is far ahead, as it is in training.
 """
 
 import contextlib
@@ -41,24 +41,24 @@ pytestmark = MARKS
 
 
 def train(loader: Any, cycles: int, *, every: int = 500) -> int:
-    """Read each batch behind a long kernel, and drop it before; count wrong values."""
-    found = counter()
+    """Read batches after long kernels, drop them before; return the wrong words."""
+    count = counter()
     number = 0
     with contextlib.closing(iter(loader)) as iterator:
         for number, batch in enumerate(iterator, 1):
             busy(cycles)
-            add_wrong(found, batch, number - 1)
+            add_wrong(count, batch, number - 1)
             del batch
             if not number % every:
                 MODULE.synchronize()
     assert number * SIZE == len(loader.dataset)
-    return int(found)
+    return int(count)
 
 
 @pytest.mark.parametrize("depth", [1, 3])
 @pytest.mark.parametrize(("num_workers", "workers"), KINDS)
-def test_a_batch_that_is_dropped(num_workers: int, workers: Any, depth: int) -> None:
-    """Its memory is not given to a new batch while a kernel reads it."""
+def test_a_dropped_batch_is_intact(num_workers: int, workers: Any, depth: int) -> None:
+    """Its memory is given to no new batch while a kernel reads it."""
     options: dict[str, Any] = {"num_workers": num_workers, "workers": workers}
     with on(
         Watched(), DataLoader(Rows(4000 // FEWER), SIZE, **options), depth
@@ -66,8 +66,8 @@ def test_a_batch_that_is_dropped(num_workers: int, workers: Any, depth: int) -> 
         assert train(loader, 200_000) == 0
 
 
-def test_a_batch_that_is_dropped_many_times() -> None:
-    """Thousands of rounds, several epochs, the workers kept."""
+def test_thousands_of_dropped_batches_stay_intact() -> None:
+    """In several epochs, with persistent workers."""
     dataset = Rows(8000 // FEWER)
     loader: Any = DataLoader(dataset, SIZE, num_workers=2, persistent_workers=True)
     with on(Watched(), loader, 2):
@@ -75,31 +75,31 @@ def test_a_batch_that_is_dropped_many_times() -> None:
             assert train(loader, 200_000) == 0
 
 
-def test_the_stream_must_wait() -> None:
-    """Without it, the test above would fail: this is what it can see."""
+def test_a_stream_that_does_not_wait_is_noticed() -> None:
+    """Without the wait, values are wrong: the tests here can see it."""
     port = Watched(late=2_000_000, forgets="event")
     with on(port, DataLoader(Rows(400), SIZE, num_workers=2)) as loader:
         assert train(loader, 1000) > 0
 
 
-def test_the_allocator_must_be_told() -> None:
-    """Without it, the test above would fail: this is what it can see."""
+def test_an_allocator_that_is_not_told_is_noticed() -> None:
+    """Without the record, values are wrong: the tests here can see it."""
     port = Watched(forgets="record")
     with on(port, DataLoader(Rows(400), SIZE, num_workers=2)) as loader:
         assert train(loader, 5_000_000) > 0
 
 
 @pytest.mark.parametrize(("num_workers", "workers"), KINDS)
-def test_a_slot_that_is_used_again(num_workers: int, workers: Any) -> None:
-    """It is written to after its copy, however late the device begins that."""
+def test_a_slot_is_reused_only_after_its_copy(num_workers: int, workers: Any) -> None:
+    """However late the device begins it."""
     options: dict[str, Any] = {"num_workers": num_workers, "workers": workers}
     port = Watched(late=500_000)
     with on(port, DataLoader(Rows(1200), SIZE, **options), 2) as loader:
         assert train(loader, 1000) == 0
 
 
-def test_a_slot_must_be_held() -> None:
-    """Without it, the test above would fail: this is what it can see."""
+def test_a_slot_that_is_not_held_is_noticed() -> None:
+    """Without the hold, values are wrong: the tests here can see it."""
     port = Watched(late=5_000_000, forgets="slot")
     with on(port, DataLoader(Rows(400), SIZE, num_workers=2), 2) as loader:
         assert train(loader, 1000) > 0
@@ -109,7 +109,7 @@ def test_a_slot_must_be_held() -> None:
 
 @contextlib.contextmanager
 def a_child() -> Iterator[None]:
-    """Have a forked child share this process's memory meanwhile."""
+    """Have a forked child share this process's memory during the block."""
     read, write = os.pipe()
     with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
         child = os.fork()
@@ -127,7 +127,7 @@ def a_child() -> Iterator[None]:
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_fork_leaves_locked_pages_where_they_are(num_workers: int) -> None:
-    """What is written after it is what the device reads."""
+    """The device reads what is written after the fork."""
     dataset = Rows(400)
     options: Any = {"num_workers": num_workers, "persistent_workers": num_workers > 0}
     with on(Watched(), DataLoader(dataset, SIZE, **options)) as loader:
@@ -139,8 +139,8 @@ def test_a_fork_leaves_locked_pages_where_they_are(num_workers: int) -> None:
 
 @pytest.mark.parametrize(("num_workers", "workers"), KINDS)
 @pytest.mark.parametrize("way", ["close", "drop", "break"])
-def test_an_end_in_mid_copy(way: str, num_workers: int, workers: Any) -> None:
-    """Copies that were begun end before their memory is unlocked; see ``Held``."""
+def test_iterations_may_end_in_a_copy(way: str, num_workers: int, workers: Any) -> None:
+    """Copies end before their memory is unlocked; see ``Held``."""
     port = Watched(late=20_000_000)  # ten milliseconds
     options: dict[str, Any] = {"num_workers": num_workers, "workers": workers}
     loader = on(port, DataLoader(Rows(400), SIZE, **options), 2)
@@ -158,14 +158,14 @@ def test_an_end_in_mid_copy(way: str, num_workers: int, workers: Any) -> None:
 
 
 class InTwo(Rows):
-    """Each sample has two parts."""
+    """Samples of two parts."""
 
     def __getitem__(self, index: int) -> Any:
         return super().__getitem__(index), super().__getitem__(index)
 
 
-def test_an_error_in_mid_copy() -> None:
-    """What was begun of its batch ends before its memory is used again."""
+def test_an_error_during_a_copy_corrupts_no_batch() -> None:
+    """The batch's other copies end before its memory is reused."""
     port = Watched(late=2_000_000)
     copies = itertools.count()
     begin = port.copy
@@ -176,32 +176,32 @@ def test_an_error_in_mid_copy() -> None:
         return begin(host)
 
     port.copy = copy  # type: ignore[method-assign]
-    errors, found = 0, counter()
+    errors, count = 0, counter()
     iterator = iter(on(port, DataLoader(InTwo(400), SIZE, num_workers=2), 2))
     for number in range(100):
         try:
             for part in next(iterator):
-                add_wrong(found, part, number)
+                add_wrong(count, part, number)
         except torch.OutOfMemoryError:
             errors += 1
-    assert (errors, int(found)) == (20, 0)
+    assert (errors, int(count)) == (20, 0)
     iterator.close()
 
 
-def test_other_streams() -> None:
-    """The consumer may change its stream between batches."""
+def test_the_consumer_may_change_its_stream() -> None:
+    """Between batches."""
     streams: list[Any] = [MODULE.Stream(device=DEVICE) for _ in range(3)]
     streams.append(MODULE.default_stream())
-    found = [counter() for _ in streams]
+    counts = [counter() for _ in streams]
     MODULE.synchronize()
     with on(Watched(late=200_000), DataLoader(Rows(2400 // FEWER), SIZE), 2) as loader:
         for number, batch in enumerate(in_turn(loader, streams)):
             with MODULE.stream(streams[number % 4]):
                 busy(200_000)
-                add_wrong(found[number % 4], batch, number)
+                add_wrong(counts[number % 4], batch, number)
                 del batch
     MODULE.synchronize()
-    assert sum(map(int, found)) == 0
+    assert sum(map(int, counts)) == 0
 
 
 def in_turn(loader: Any, streams: list[Any]) -> Iterator[torch.Tensor]:
@@ -214,8 +214,8 @@ def in_turn(loader: Any, streams: list[Any]) -> Iterator[torch.Tensor]:
             del batch
 
 
-def test_batches_that_are_kept() -> None:
-    """They stay what they were, while others come and go."""
+def test_kept_batches_are_not_overwritten() -> None:
+    """While others come and go."""
     with on(Watched(), DataLoader(Rows(1200), SIZE, num_workers=2), 3) as loader:
         batches = [
             batch if not number % 10 else None for number, batch in enumerate(loader)
@@ -225,21 +225,21 @@ def test_batches_that_are_kept() -> None:
 
 
 @pytest.mark.parametrize("workers", ["process", "thread"])
-def test_a_pinned_batch_that_is_dropped(workers: Any) -> None:
-    """As in torch, after a copy that has begun: the device reads what was there."""
-    found = counter()
+def test_a_dropped_pinned_batch_is_not_overwritten(workers: Any) -> None:
+    """As in torch, after its copy has begun."""
+    count = counter()
     options: Any = {"num_workers": 2, "workers": workers, "pin_memory": True}
     with DataLoader(Rows(1200), SIZE, **options) as loader:
         for number, host in enumerate(loader):
             busy(2_000_000)
             batch = host.to(DEVICE, non_blocking=True)
             del host
-            add_wrong(found, batch, number)
-    assert int(found) == 0
+            add_wrong(count, batch, number)
+    assert int(count) == 0
 
 
 def test_memory_is_bounded_while_the_host_runs_ahead() -> None:
-    """No more is moved than a few batches that the device has not come to."""
+    """Only a few batches are moved that the device has not processed."""
     MODULE.synchronize()
     before = active_bytes()
     MODULE.reset_peak_memory_stats()
@@ -253,7 +253,7 @@ def test_memory_is_bounded_while_the_host_runs_ahead() -> None:
 
 
 def test_small_batches_leave_memory_flat() -> None:
-    """Thousands of them: nothing grows on the device, nor in pinned memory."""
+    """Thousands of them, on the device and in pinned memory."""
     count = 40_000 // FEWER
     dataset = [(torch.full((16,), n, dtype=torch.float32), n) for n in range(count)]
     seen = []
@@ -276,8 +276,8 @@ def test_small_batches_leave_memory_flat() -> None:
     ("batches", "by_name"),
     [(1000, False), (1000, True), pytest.param(10_000, False, marks=pytest.mark.fuzz)],
 )
-def test_ten_thousand(batches: int, by_name: bool) -> None:
-    """None wrong, no block left on the device, no slot locked; see ``Held``."""
+def test_ten_thousand_batches_leak_nothing(batches: int, by_name: bool) -> None:
+    """None is wrong, no block is allocated, no slot locked; see ``Held``."""
     dataset = Rows(batches * SIZE, words=(1 << 14) + 256)  # batches come in slots
     loader: Any = DataLoader(dataset, SIZE, num_workers=2, device=DEVICE)
     MODULE.empty_cache()

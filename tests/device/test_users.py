@@ -1,4 +1,4 @@
-"""What users do with a device: name it, choose what moves, compute on the way."""
+"""Users name a device, choose what to move, and transform batches on it."""
 
 import logging
 import threading
@@ -44,21 +44,21 @@ class Pictures:
 
 
 def check(batch: Any, number: int) -> None:
-    """Hold a batch of four against what it should be."""
+    """Compare a batch of four with its expected values."""
     expected = torch.arange(4 * number, 4 * number + 4)
     assert torch.equal(batch["index"].cpu(), expected)
-    found = batch["picture"].cpu().to(torch.int64)
-    assert bool((found == expected[:, None, None, None]).all())
+    pictures = batch["picture"].cpu().to(torch.int64)
+    assert bool((pictures == expected[:, None, None, None]).all())
 
 
 def names() -> list[Any]:
-    """Return arguments that name the device."""
+    """Return arguments that all name the device."""
     return [DEVICE.type, f"{DEVICE.type}:0", DEVICE, 0, "auto"]
 
 
 @pytest.mark.parametrize("place", range(5))
-def test_by_name_alone(place: int) -> None:
-    """Whatever names the device, batches come on it."""
+def test_a_device_is_used_by_name_alone(place: int) -> None:
+    """Whatever the form of the name."""
     loader: Any = DataLoader(Pictures(), 4, device=names()[place])
     assert torch.device(loader.device).type == DEVICE.type
     for number, batch in enumerate(loader):
@@ -68,8 +68,7 @@ def test_by_name_alone(place: int) -> None:
 
 
 @pytest.mark.parametrize("device", [DEVICE.type + ":7", 7])
-def test_a_device_that_is_not_there(device: Any) -> None:
-    """The message says which ones there are."""
+def test_a_missing_device_is_named_with_those_there_are(device: Any) -> None:
     last = MODULE.device_count() - 1
     kinds = f"{DEVICE.type}:0 to {DEVICE.type}:{last}" if last else DEVICE.type
     with pytest.raises(ValueError, match=f"torch sees cpu and {kinds} here; pass one"):
@@ -78,7 +77,7 @@ def test_a_device_that_is_not_there(device: Any) -> None:
 
 @pytest.fixture
 def mesh() -> Iterator[Any]:
-    """A mesh of this process alone."""
+    """Return a function that makes a mesh of this process alone."""
     store = torch._C._distributed_c10d.HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
@@ -92,16 +91,15 @@ def mesh() -> Iterator[Any]:
         dist.destroy_process_group()
 
 
-def test_a_mesh(mesh: Any) -> None:
-    """It is this rank's device; of several dimensions, one is to be chosen."""
+def test_a_mesh_of_one_dimension_names_the_ranks_device(mesh: Any) -> None:
+    """Of several dimensions, one has to be chosen."""
     assert DataLoader([1], device=mesh((1,))).device == DEVICE
     with pytest.raises(ValueError, match=r"of one dimension, got 2: .* mesh\['dp'\]"):
         DataLoader([1], device=mesh((1, 1)))
 
 
 @pytest.mark.parametrize("keys", [["picture"], lambda key: key == "picture"])
-def test_keys(keys: Any) -> None:
-    """What is not named stays in the host's memory."""
+def test_entries_that_are_not_named_stay_on_the_host(keys: Any) -> None:
     loader: Any = DataLoader(Pictures(), 4, num_workers=1)
     loader.device = Device(DEVICE, keys=keys)
     for number, batch in enumerate(loader):
@@ -112,7 +110,7 @@ def test_keys(keys: Any) -> None:
 
 
 def scaled(batch: dict[str, Any]) -> dict[str, Any]:
-    """Cast on the device, behind a long kernel."""
+    """Cast on the device, after a long kernel."""
     assert batch["picture"].device == DEVICE
     busy(2_000_000)
     return {**batch, "picture": batch["picture"].to(torch.float32)}
@@ -120,8 +118,8 @@ def scaled(batch: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("ahead", [1, 3])
-def test_transform(num_workers: int, ahead: int) -> None:
-    """Bytes cross, floats arrive; the consumer's stream waits for the cast as well."""
+def test_a_transform_casts_on_the_device(num_workers: int, ahead: int) -> None:
+    """Bytes are copied, floats arrive; the consumer's stream waits for the cast."""
     device = Device(DEVICE, ahead=ahead, transform=scaled)
     loader: Any = DataLoader(Pictures(), 4, num_workers=num_workers, device=device)
     for number, batch in enumerate(loader):
@@ -130,21 +128,21 @@ def test_transform(num_workers: int, ahead: int) -> None:
         check(batch, number)
 
 
-def test_what_a_transform_makes_is_not_used_again() -> None:
-    """Batches that are dropped while a kernel reads them keep their memory."""
-    found = counter()
+def test_results_of_a_transform_are_not_overwritten() -> None:
+    """Dropped batches keep their memory while a kernel reads it."""
+    count = counter()
     loader: Any = DataLoader(
         Rows(400), 4, device=Device(DEVICE, transform=lambda batch: batch.clone())
     )
     for number, batch in enumerate(loader):
         busy(2_000_000)
-        add_wrong(found, batch, number)
+        add_wrong(count, batch, number)
         del batch
-    assert int(found) == 0
+    assert int(count) == 0
 
 
-def test_an_error_of_the_transform() -> None:
-    """It is that of its batch, and says where it was; the next one arrives."""
+def test_an_error_of_a_transform_is_its_batchs() -> None:
+    """It names the place; the next batch arrives."""
 
     def fail(batch: Any) -> Any:
         if int(batch["index"][0]) == 8:
@@ -165,7 +163,7 @@ def test_an_error_of_the_transform() -> None:
 
 
 def test_only_dense_tensors_are_prefetched() -> None:
-    """The allocator could not be told of others."""
+    """The allocator has no record of others."""
     loader: Any = DataLoader(
         [torch.eye(3)] * 4,
         4,
@@ -176,11 +174,11 @@ def test_only_dense_tensors_are_prefetched() -> None:
 
 
 class Labelled(torch.Tensor):
-    """A sub-class, as torchvision has."""
+    """A subclass, as torchvision has."""
 
 
 def test_unusual_tensors_are_moved_at_their_delivery() -> None:
-    """Sparse, nested, sub-classes; what is on the device is left alone."""
+    """Sparse, nested, subclasses; what is on the device is left alone."""
     nested = torch.nested.nested_tensor(
         [torch.ones(2), torch.ones(3)], layout=torch.jagged
     )
@@ -194,19 +192,19 @@ def test_unusual_tensors_are_moved_at_their_delivery() -> None:
     loader: Any = DataLoader(
         [batch], batch_size=None, device=DEVICE, collate_fn=lambda sample: sample
     )
-    (found,) = loader
-    assert torch.equal(found["sparse"].cpu().to_dense(), torch.eye(3))
-    assert found["nested"].is_nested
-    assert found["nested"].values().device == DEVICE
-    assert torch.equal(found["nested"].values().cpu(), nested.values())
-    assert type(found["labelled"]) is Labelled
-    assert found["labelled"].device == DEVICE
-    assert found["there"] is there
+    (moved,) = loader
+    assert torch.equal(moved["sparse"].cpu().to_dense(), torch.eye(3))
+    assert moved["nested"].is_nested
+    assert moved["nested"].values().device == DEVICE
+    assert torch.equal(moved["nested"].values().cpu(), nested.values())
+    assert type(moved["labelled"]) is Labelled
+    assert moved["labelled"].device == DEVICE
+    assert moved["there"] is there
 
 
-def test_a_transform_of_what_is_on_the_device() -> None:
-    """It runs when that is made, and its memory is not used again before."""
-    found = counter()
+def test_a_transform_waits_for_samples_on_the_device() -> None:
+    """Their memory is not reused before it has run."""
+    count = counter()
 
     class Resident:
         def __len__(self) -> int:
@@ -223,17 +221,17 @@ def test_a_transform_of_what_is_on_the_device() -> None:
         device=Device(DEVICE, transform=lambda batch: batch.clone()),
     )
     for number, batch in enumerate(loader):
-        add_wrong(found, batch, number)
+        add_wrong(count, batch, number)
         del batch
-    assert int(found) == 0
+    assert int(count) == 0
 
 
 @ON_FAKE
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_device_without_streams(
+def test_a_device_without_streams_has_the_same_batches(
     num_workers: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Copies block the stage's thread; batches are the same, and ahead."""
+    """Copies block the stage's thread."""
 
     def refuse(*, device: Any) -> Any:
         raise RuntimeError(f"{device} has no streams")
@@ -248,7 +246,7 @@ def test_a_device_without_streams(
 
 
 @ON_FAKE
-def test_who_moves_batches_again_gets_the_same_tensors() -> None:
+def test_moving_batches_again_returns_the_same_tensors() -> None:
     """As accelerate's ``send_to_device`` and Lightning's hooks do, by ``to``."""
     for batch in DataLoader(Pictures(), 4, device=DEVICE):
         for tensor in (batch["picture"], batch["index"]):
@@ -256,15 +254,15 @@ def test_who_moves_batches_again_gets_the_same_tensors() -> None:
 
 
 @ON_FAKE
-def test_cudas_way_is_for_cuda() -> None:
-    """Another device gets the port that is for all, and nothing locks its memory."""
+def test_only_cuda_has_locked_slots() -> None:
+    """Other devices use the common port, and nothing locks their memory."""
     assert accelerator_of(DEVICE, {}).locker() is None
     assert Watched().locker() is not None
     assert IS_FAKE
 
 
 class Ending(Watched):
-    """Releases ``ended`` for each batch whose copies the stage has seen end."""
+    """Releases ``ended`` for each batch whose copies have ended."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -282,8 +280,7 @@ class Ending(Watched):
         return mark
 
 
-def test_memory_that_is_held_ahead() -> None:
-    """``stats()`` tells the bytes of batches that wait on the device."""
+def test_stats_have_the_bytes_that_wait_on_the_device() -> None:
     port = Ending()
     loader = on(port, DataLoader(Rows(40), 4), depth=3)
     iterator = iter(loader)
@@ -297,7 +294,7 @@ def test_memory_that_is_held_ahead() -> None:
 
 
 def test_a_compiled_step_sees_ordinary_tensors() -> None:
-    """One graph serves all batches; nothing of the loader's is in it."""
+    """One graph serves all batches, without any code of the loader's."""
     graphs: list[Any] = []
 
     def counted(graph: Any, _inputs: Any) -> Any:
@@ -314,7 +311,7 @@ def test_a_compiled_step_sees_ordinary_tensors() -> None:
         Pictures(), 4, num_workers=2, device=DEVICE, collate_fn=without_names
     )
     for number, batch in enumerate(loader):
-        assert {type(one) for one in batch.values()} == {torch.Tensor}
+        assert {*map(type, batch.values())} == {torch.Tensor}
         indices = range(4 * number, 4 * number + 4)
         assert step(batch).item() == sum(indices) / 4 + sum(indices)
     assert len(graphs) == 1
@@ -324,5 +321,5 @@ def test_a_compiled_step_sees_ordinary_tensors() -> None:
 def without_names(samples: list[dict[str, Any]]) -> Any:
     """Return a batch of tensors only."""
     return default_collate(
-        [{k: v for k, v in one.items() if k != "name"} for one in samples]
+        [{k: v for k, v in sample.items() if k != "name"} for sample in samples]
     )

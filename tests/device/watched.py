@@ -1,8 +1,8 @@
-"""What the tests on a device share: samples, a port that is watched, long kernels.
+"""Shared by the tests on a device: samples, a watched port, long kernels.
 
 The device is a GPU, or the fake accelerator in a process that ``test_on_fake`` starts.
-The port is the loader's own. It can be told to begin its copies late, and to leave out
-a step that keeps memory from being used again, to see that a test would notice.
+The port is the loader's own. It can begin its copies late, and leave out a step that
+keeps memory from being reused, to check that the tests would notice.
 """
 
 import contextlib
@@ -37,12 +37,12 @@ ON_GPU = pytest.mark.skipif(IS_FAKE, reason="about CUDA's own graphs and context
 TWO_DEVICES = pytest.mark.skipif(
     not HAS_DEVICE or MODULE.device_count() < 2, reason="needs two devices"
 )
-FEWER = 8 if IS_FAKE else 1  # batches, by that factor
+FEWER = 8 if IS_FAKE else 1  # factor by which there are fewer batches
 LARGE = 1 << (22 if IS_FAKE else 26)  # words
 ON_FAKE = pytest.mark.skipif(not IS_FAKE, reason="the fake device tells more")
 KINDS: list[Any] = [(0, "process"), (2, "process"), (2, "thread")]
 SIZE = 4
-SMALL = 1 << 16  # up to this, tensors are packed: these are staged wherever they are
+SMALL = 1 << 16  # tensors up to this size are packed, so they are always staged
 
 
 class Rows:
@@ -60,15 +60,15 @@ class Rows:
 
 
 class Watched(CudaAccelerator):
-    """The device as it is, but for what it is told.
+    """The device's port, with delays and faults.
 
     Args:
         late: Cycles that the device waits before each copy.
-        forgets: What is left out.
+        forgets: The step that is left out.
 
     Attributes:
-        locked: Of each large tensor, whether its memory was.
-        staged: Sizes of what went through staging memory, in bytes.
+        locked: For each large tensor, whether its memory was page-locked.
+        staged: Bytes of each tensor that was copied through staging memory.
         copied: Released for each copy that has begun.
         may_copy: Whether copies may begin.
     """
@@ -126,30 +126,30 @@ def busy(cycles: int) -> None:
 
 
 def counter() -> torch.Tensor:
-    """Return what ``add_wrong`` counts in."""
+    """Return the count to which ``add_wrong`` adds."""
     return torch.zeros((), dtype=torch.int64, device=DEVICE)
 
 
-def add_wrong(found: torch.Tensor, batch: torch.Tensor, number: int) -> None:
-    """Count, on the device and in the current stream, what is not of that batch."""
+def add_wrong(count: torch.Tensor, batch: torch.Tensor, number: int) -> None:
+    """Add the wrong words of a batch, on the device and in the current stream."""
     if IS_FAKE:
-        MODULE.count_unequal(found, batch, number * SIZE)
+        MODULE.count_unequal(count, batch, number * SIZE)
         return
     expected = torch.arange(len(batch), device=batch.device) + number * SIZE
-    found += (batch != expected[:, None]).sum()
+    count += (batch != expected[:, None]).sum()
 
 
 def wrong(batch: torch.Tensor, number: int) -> int:
-    """Return how much is not of that batch, when the device has come to it."""
+    """Return the number of wrong words of a batch, once the device has counted them."""
     with MODULE.device(batch.device):
-        found = torch.zeros((), dtype=torch.int64, device=batch.device)
-        add_wrong(found, batch, number)
-        return int(found)
+        count = torch.zeros((), dtype=torch.int64, device=batch.device)
+        add_wrong(count, batch, number)
+        return int(count)
 
 
 @contextlib.contextmanager
 def limited(nbytes: int) -> Iterator[None]:
-    """Leave that much room on the device, beside what is used and cached."""
+    """Leave ``nbytes`` of memory on the device, besides used and cached memory."""
     MODULE.synchronize()
     MODULE.empty_cache()
     room = MODULE.memory_reserved(DEVICE) + nbytes
@@ -168,7 +168,7 @@ def limited(nbytes: int) -> Iterator[None]:
 
 
 def captured() -> Any:
-    """Capture what the block does in the current stream as a graph."""
+    """Capture the current stream's work in the block as a graph."""
     if IS_FAKE:
         return MODULE.captured()
     graph = torch.cuda.CUDAGraph()
@@ -176,14 +176,14 @@ def captured() -> Any:
 
 
 def active_bytes(when: Literal["current", "peak"] = "current") -> int:
-    """Return what is in use on the device, and what only its kernels still use."""
-    found: int = MODULE.memory_stats(DEVICE)[f"active_bytes.all.{when}"]
-    return found
+    """Return the bytes that the device uses, also those that only kernels still use."""
+    stats: dict[str, int] = MODULE.memory_stats(DEVICE)
+    return stats[f"active_bytes.all.{when}"]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def warm_device() -> None:
-    """Have the driver open what it opens once per process."""
+    """Have the driver open its files, once per process."""
     if HAS_DEVICE:
         host = torch.ones(1 << 20, pin_memory=True)
         (host.to(DEVICE, non_blocking=True) @ torch.ones(1 << 20, device=DEVICE)).item()
@@ -192,7 +192,7 @@ def warm_device() -> None:
 
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
-    """Fail a test that leaves something behind; the driver may open files."""
+    """Fail a test that leaks; the driver may open files."""
     before = Resources.now()
     held = Held.now()
     yield
@@ -207,12 +207,12 @@ def nothing_is_left() -> Iterator[None]:
 
 
 class Held(NamedTuple):
-    """What the fake device counts; nothing of a real one.
+    """Counts of the fake device; zero for a real one.
 
     Attributes:
         blocks: Allocations of both devices.
         registered: Page-locked ranges.
-        violations: Reads of ranges that are locked no more, and unknown ones unlocked.
+        violations: Reads of unlocked ranges, and unlocks of unknown ones.
     """
 
     blocks: int
@@ -221,12 +221,12 @@ class Held(NamedTuple):
 
     @classmethod
     def now(cls) -> "Held":
-        """Return the figures when all streams have come to an end."""
+        """Return the counts once all streams are idle."""
         if not IS_FAKE:
             return cls(0, 0, 0)
         MODULE.synchronize(0)
         MODULE.synchronize(1)
         gc.collect()
         host = MODULE.host_memory_stats()
-        found = [MODULE.memory_stats(at)["blocks.all.current"] for at in range(2)]
-        return cls(sum(found), host["registered"], host["violations"])
+        blocks = [MODULE.memory_stats(i)["blocks.all.current"] for i in range(2)]
+        return cls(sum(blocks), host["registered"], host["violations"])

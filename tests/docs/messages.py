@@ -19,7 +19,7 @@ HOLE = "…"
 
 
 class Message(NamedTuple):
-    """One place that makes an error.
+    """A place in the source that makes an error.
 
     Attributes:
         place: File and function, such as ``"_loader/auto.py:settle"``.
@@ -34,16 +34,16 @@ class Message(NamedTuple):
 
 
 def messages() -> list[Message]:
-    """Return those of all modules, by file and line."""
-    found: list[Message] = []
+    """Return the messages of all modules, by file and line."""
+    collected: list[Message] = []
     for path in sorted(SOURCE.rglob("*.py")):
         name = path.relative_to(SOURCE).as_posix()
-        found += _Collector(name, ast.parse(path.read_text())).found
-    return found
+        collected += _Collector(name, ast.parse(path.read_text())).messages
+    return collected
 
 
 def given() -> list[str]:
-    """Return what the package has its helpers say: checks, and imports of extras."""
+    """Return the messages that shared helpers make: checks, and imports of extras."""
     trees = {path: ast.parse(path.read_text()) for path in SOURCE.rglob("*.py")}
     words = {
         name: [ast.unparse(word) for word in kind.slice.elts]
@@ -78,7 +78,7 @@ class _Collector(ast.NodeVisitor):
         self.given: list[str] = []
         self._scopes: list[ast.AST] = [tree]
         self._names: list[str] = []
-        self.found: list[Message] = []
+        self.messages: list[Message] = []
         self.visit(tree)
 
     def _scope(self, node: Any) -> None:
@@ -93,7 +93,7 @@ class _Collector(ast.NodeVisitor):
     visit_AsyncFunctionDef = _scope  # noqa: N815
 
     def visit_Call(self, node: ast.Call) -> None:
-        """Collect what makes an exception."""
+        """Collect the message of a call that makes an exception."""
         self.generic_visit(node)
         error = ast.unparse(node.func).rpartition(".")[2]
         self.given += self._helped(error, node.args)
@@ -104,28 +104,28 @@ class _Collector(ast.NodeVisitor):
         for text in self._texts(node.args[0]) or [""]:
             said = re.sub(r"\s+", " ", text).strip()
             said = "" if _is_bare(said) else said
-            self.found.append(Message(where, error, said))
+            self.messages.append(Message(where, error, said))
 
     def _helped(self, name: str, args: list[ast.expr]) -> list[str]:
-        """Return what a helper says of its arguments."""
+        """Return the messages that a helper makes of its arguments."""
         match name, args:
             case "imported", [_, extra, why]:
                 end = f'pip install "aioloader[{self._texts(extra)[0]}]{HOLE}"'
-                return [f"{one}: {end}" for one in self._texts(why)]
-            case "check_is", [_, _, what, words]:
-                one = (self._texts(what) or [HOLE])[0]
-                return [f"{one} must be {kind}, got …" for kind in self._texts(words)]
-            case "check_word", [_, ast.Name(id=kind), what] if kind in self._words:
-                *others, last = self._words[kind]
-                shown = f"{', '.join(others)} or {last}"
-                return [f"{one} must be {shown}, got …" for one in self._texts(what)]
-            case "truncated", [_, _, _, what]:
+                return [f"{text}: {end}" for text in self._texts(why)]
+            case "check_is", [_, _, subject, words]:
+                name = (self._texts(subject) or [HOLE])[0]
+                return [f"{name} must be {kind}, got …" for kind in self._texts(words)]
+            case "check_word", [_, ast.Name(id=kind), subject] if kind in self._words:
+                *first, last = self._words[kind]
+                shown = f"{', '.join(first)} or {last}"
+                return [f"{n} must be {shown}, got …" for n in self._texts(subject)]
+            case "truncated", [_, _, _, remedy]:
                 begun = f"{HOLE} gave {HOLE} of {HOLE} bytes"
-                return [begun + one for one in self._texts(what)]
+                return [begun + text for text in self._texts(remedy)]
         return []
 
     def _texts(self, node: ast.expr) -> list[str]:  # noqa: PLR0911
-        """Return all that an expression may say, holes marked; nothing: unknown."""
+        """Return all texts that an expression may have, with holes; [] if unknown."""
         match node:
             case ast.Constant(value=str(text)):
                 return [text]
@@ -138,12 +138,12 @@ class _Collector(ast.NodeVisitor):
             case ast.BinOp(left=left, op=ast.Add(), right=right):
                 right_texts = self._texts(right) or [HOLE]
                 return [
-                    one + two
-                    for one in self._texts(left) or [HOLE]
-                    for two in right_texts
+                    text + end
+                    for text in self._texts(left) or [HOLE]
+                    for end in right_texts
                 ]
-            case ast.IfExp(body=one, orelse=two):
-                return self._texts(one) + self._texts(two)
+            case ast.IfExp(body=body, orelse=orelse):
+                return self._texts(body) + self._texts(orelse)
             case ast.Name(id=name):
                 return self._assigned(name)
             case ast.Call(func=ast.Attribute(value=inner, attr="format")):
@@ -177,7 +177,7 @@ def _is_bare(text: str) -> bool:
     return not re.search(r"[a-z]{2}", text)
 
 
-# What no user sees, by place.
+# Messages that no user sees, by place.
 INTERNAL = {
     "_base/extras.py:imported": "its callers say what needs which package",
     "_transport/channel.py:": "caught by both ends of the channel",
@@ -286,13 +286,13 @@ def texts_in(module: str) -> list[str]:
         return [default_collate_err_msg_format.replace("{}", HOLE)]
     tree = ast.parse((SOURCE / module).read_text())
     collector = _Collector(module, tree)
-    found = [
+    texts = [
         text
         for node in ast.walk(tree)
         if isinstance(node, (ast.Constant, ast.JoinedStr))
         for text in collector._texts(node)
     ]
-    return [re.sub(r"\{\w*\}", HOLE, re.sub(r"\s+", " ", text)) for text in found]
+    return [re.sub(r"\{\w*\}", HOLE, re.sub(r"\s+", " ", text)) for text in texts]
 
 
 def is_stem(heading: str, text: str) -> bool:
@@ -306,25 +306,25 @@ def is_internal(message: Message) -> bool:
 
 
 def _is_elsewhere(place: str) -> bool:
-    return place in ELSEWHERE or any(place.startswith(one) for one in PASSED_ON)
+    return place in ELSEWHERE or any(map(place.startswith, PASSED_ON))
 
 
 def missing() -> list[Message]:
-    """Return the messages that have no heading, and those that cannot be known."""
+    """Return the messages that have no heading, and those of unknown text."""
     known = headings()
     return [
         message
         for message in messages()
         if not is_internal(message)
         and not (not message.text and _is_elsewhere(message.place))
-        and not (message.text and any(is_stem(one, message.text) for one in known))
+        and not (message.text and any(is_stem(stem, message.text) for stem in known))
     ]
 
 
 def stale() -> list[str]:
     """Return the headings that no message begins with."""
     texts = {*(message.text for message in messages()), *given()}
-    elsewhere = {one for _, *stems in ELSEWHERE.values() for one in stems}
+    elsewhere = {stem for _, *stems in ELSEWHERE.values() for stem in stems}
     return [
         heading
         for heading in headings()
@@ -350,7 +350,7 @@ def _line(heading: str) -> str:
 
 
 def main() -> None:
-    """Print the differences, or mend them."""
+    """Print the differences, or fix them."""
     if "--fix" in sys.argv:
         fix()
     for message in missing():

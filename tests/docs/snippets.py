@@ -73,7 +73,7 @@ def pages() -> list[str]:
 def snippets(page: str) -> list[Snippet]:
     """Return the snippets of a page, in their order."""
     text = (ROOT / page).read_text()
-    found: list[Snippet] = []
+    collected: list[Snippet] = []
     end = 0
     for block in _BLOCK.finditer(text):
         said = dict(_COMMENT.findall(block["comment"] or ""))
@@ -85,13 +85,13 @@ def snippets(page: str) -> list[Snippet]:
         if block["language"] == "python":
             line = text.count("\n", 0, block.start("body")) + 1
             skipped, raises = said.get("not run", ""), said.get("raises", "")
-            found.append(Snippet(line, body, skipped, raises))
-        elif block["language"] == "text" and found:
+            collected.append(Snippet(line, body, skipped, raises))
+        elif block["language"] == "text" and collected:
             follows = not text[end : block.start()].strip()
             if follows and "output varies" not in said:
-                found[-1].output = body
+                collected[-1].output = body
         end = block.end()
-    return found
+    return collected
 
 
 def loaded(path: Path) -> Any:

@@ -1,4 +1,4 @@
-"""CONTRIBUTING.md and SECURITY.md name files that exist; tools were run."""
+"""CONTRIBUTING.md and SECURITY.md name existing files; generated pages are current."""
 
 import importlib
 import re
@@ -11,8 +11,8 @@ MODULES = ["aioloader", "aioloader.datasets", "aioloader.testing"]
 PAGES = sorted((ROOT / "docs" / "reference").glob("*.md"))
 
 
-def test_the_map_is_current() -> None:
-    """It is shown; after a change of packages or docstrings, run the tool again."""
+def test_the_map_of_packages_is_current() -> None:
+    """After a change of packages or docstrings, run the tool again."""
     draw_map = loaded(ROOT / "tools" / "draw_map.py")
     assert draw_map.MAP.read_text() == draw_map.drawing(), "run tools/draw_map.py"
     path = draw_map.MAP.relative_to(ROOT).as_posix()
@@ -26,7 +26,7 @@ def test_the_map_is_current() -> None:
 
 
 @pytest.mark.slow
-def test_the_reference_is_current() -> None:
+def test_the_reference_pages_are_current() -> None:
     """After a change of docstrings or signatures, run the tool again."""
     reference = loaded(ROOT / "tools" / "reference.py").Reference()
     texts = {page: page.read_text() for page in PAGES}
@@ -36,20 +36,19 @@ def test_the_reference_is_current() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODULES)
-def test_public_names_are_in_it(name: str) -> None:
+def test_public_names_are_in_the_reference(name: str) -> None:
     """With an anchor, or in a sentence."""
     text = "".join(page.read_text() for page in PAGES)
-    public = importlib.import_module(name).__all__
     lost = [
-        one
-        for one in public
-        if f'id="{name}.{one}"' not in text and f"`{name}.{one}`" not in text
+        public
+        for public in importlib.import_module(name).__all__
+        if f'id="{name}.{public}"' not in text and f"`{name}.{public}`" not in text
     ]
     assert not {*lost} - {"datasets", "errors"}  # modules
 
 
 @pytest.mark.parametrize("page", ["CONTRIBUTING.md", "SECURITY.md"])
-def test_files_that_are_named_exist(page: str) -> None:
+def test_named_files_exist(page: str) -> None:
     """In the repository, or in the package."""
     text = (ROOT / page).read_text()
     paths = re.findall(r"`([\w./]+/[\w.]+\.\w+)`", text)

@@ -27,7 +27,7 @@ SIZE, SAMPLES = 30, 400
 
 
 class Dataset:
-    """Samples that say where they are read; if there are few, they are indices."""
+    """Samples that say where they are read; those of a small dataset are indices."""
 
     def __init__(self, count: int = SAMPLES) -> None:
         self.count = count
@@ -55,7 +55,7 @@ class AsyncMap(Map):
 
 
 class Together(AsyncMap):
-    """Reads end when 64 of them have begun; ``most`` were under way at once."""
+    """Each read waits for 64 concurrent ones; ``most`` is the highest concurrency."""
 
     now = most = 0
 
@@ -136,9 +136,9 @@ def table() -> dict[str, list[str]]:
 
 def row(name: str) -> list[str]:
     """Return the only row whose name contains ``name``."""
-    (found,) = [cells for key, cells in table().items() if name in key]
-    assert len(found) == len(KINDS)
-    return found
+    (match,) = [cells for key, cells in table().items() if name in key]
+    assert len(match) == len(KINDS)
+    return match
 
 
 def first(loader: DataLoader[Any], *, is_async: bool) -> tuple[list[Any], int]:
@@ -164,17 +164,17 @@ def first(loader: DataLoader[Any], *, is_async: bool) -> tuple[list[Any], int]:
 
 def check_in_flight(cell: str, in_flight: int, n: int = 0) -> None:
     """Compare a formula, or its name; with a star, it may be up to a run more."""
-    found = re.fullmatch(r"`(.+)`(\*?)", cell)
-    assert found
+    match = re.fullmatch(r"`(.+)`(\*?)", cell)
+    assert match
     names = {"n": n, "b": SIZE, "c": 64, "ceil": math.ceil}
     formulas = dict(re.findall(r"(\w) is\s`(ceil[^`]+)`", section()))
-    least = eval(formulas.get(found[1], str(found[1])), names)
+    least = eval(formulas.get(match[1], str(match[1])), names)
     run = int(section().rpartition("at most ")[2].partition(":")[0])
-    assert least <= in_flight <= least + (run if found[2] else 0)
+    assert least <= in_flight <= least + (run if match[2] else 0)
 
 
-def test_arguments_have_these_defaults() -> None:
-    """Those that the names of the rows tell, as attributes of a loader."""
+def test_arguments_have_the_documented_defaults() -> None:
+    """Those that the row names give, as attributes of a loader."""
     loader = DataLoader(Map())
     told = re.findall(r"`(\w+)=([^`]+)`:", " ".join(table()))
     assert len(dict(told)) == 8
@@ -183,7 +183,7 @@ def test_arguments_have_these_defaults() -> None:
         assert value == (f'"{default}"' if isinstance(default, str) else str(default))
 
 
-def test_words_have_the_names_of_arguments() -> None:
+def test_the_glossary_names_real_arguments() -> None:
     """The last column of the words in "Ideas"."""
     lines = (DOCS / "ideas.md").read_text().partition("## Words")[2].splitlines()
     cells = [line.split(" | ")[-1] for line in lines if line.startswith("| ")]
@@ -193,8 +193,8 @@ def test_words_have_the_names_of_arguments() -> None:
 
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("column", range(len(KINDS)))
-def test_without_workers(column: int, *, is_async: bool) -> None:
-    """Where samples are read, and how many batches are in flight; no seeds."""
+def test_samples_are_read_where_the_table_says(column: int, *, is_async: bool) -> None:
+    """Without workers; as many batches are in flight as it says; no seeds."""
     name = "`async for`" if is_async else "`for`"
     loader = DataLoader(KINDS[column](), SIZE, transform=with_seed, collate_fn=list)
     torch.manual_seed(5)
@@ -206,7 +206,7 @@ def test_without_workers(column: int, *, is_async: bool) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("column", range(len(KINDS)))
-def test_with_workers(column: int) -> None:
+def test_workers_read_where_the_table_says(column: int) -> None:
     """Where samples are read, how many batches are in flight, and their seeds."""
     loader = DataLoader(
         KINDS[column](), SIZE, num_workers=2, transform=with_seed, collate_fn=list
@@ -227,8 +227,8 @@ def test_with_workers(column: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("column", range(len(KINDS)))
-def test_how_processes_start(column: int) -> None:
-    """Only what is forked may be something that cannot be pickled."""
+def test_worker_processes_start_as_the_table_says(column: int) -> None:
+    """Only forked workers can use something that cannot be pickled."""
     loader = DataLoader(KINDS[column](4), num_workers=1, transform=Locked())
     try:
         list(loader)
@@ -239,8 +239,8 @@ def test_how_processes_start(column: int) -> None:
 
 
 @pytest.mark.parametrize("column", range(len(KINDS)))
-def test_the_loop_of_the_caller(column: int) -> None:
-    """It replaces the loader's loop, if that is used."""
+def test_the_callers_loop_is_used_where_the_table_says(column: int) -> None:
+    """It replaces the loader's loop, if the dataset needs one."""
     loader = DataLoader(KINDS[column](), SIZE, collate_fn=list, loop="caller")
     batch, _ = first(loader, is_async=True)
     used = {"your loop": "your loop", "the loader's thread": "no loop"}
@@ -248,7 +248,7 @@ def test_the_loop_of_the_caller(column: int) -> None:
 
 
 @pytest.mark.parametrize("column", range(len(KINDS)))
-def test_last_batches_and_the_number_of_workers(column: int) -> None:
+def test_tails_and_auto_workers_are_as_in_the_table(column: int) -> None:
     """What ranks do with the last batch; the first number of workers, or none."""
     cell, auto = row("tail=None")[column], row("at first")[column]
     given: dict[str, Any] = {"collate_fn": list, "rank": 1, "world_size": 2}
@@ -270,8 +270,8 @@ def test_last_batches_and_the_number_of_workers(column: int) -> None:
         assert many <= 8
 
 
-def test_how_much_is_read_at_once(tmp_path: Path) -> None:
-    """By coroutines as many samples as ``concurrency`` says; other samples one by one.
+def test_concurrency_is_as_in_the_table(tmp_path: Path) -> None:
+    """Coroutines read ``concurrency`` samples at once; other samples are read singly.
 
     A stream reads one shard: that is ``interleave=1``, one slot.
     """

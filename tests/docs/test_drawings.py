@@ -17,8 +17,8 @@ TAG = "{http://www.w3.org/2000/svg}"
 
 
 @pytest.mark.parametrize("name", DRAWINGS)
-def test_a_drawing_is_small_and_for_light_and_dark_pages(name: str) -> None:
-    """It has a background, so that it is readable whatever the page around it."""
+def test_a_drawing_is_small_and_readable_on_any_page(name: str) -> None:
+    """It has a background, so it is readable on light and dark pages."""
     text = (DOCS / name).read_text()
     root = ET.fromstring(text)
     first = next(root.iter(f"{TAG}rect"))
@@ -33,11 +33,13 @@ def test_a_drawing_is_small_and_for_light_and_dark_pages(name: str) -> None:
     assert len(said.split()) > 12
 
 
-def test_the_choice_is_between_things_that_exist() -> None:
+def test_names_in_the_drawing_of_choices_exist() -> None:
     """Code in the drawing has classes, functions and arguments."""
     root = ET.parse(DOCS / "choose.svg")
     told = [
-        one.text or "" for one in root.iter(f"{TAG}text") if one.get("class") == "code"
+        node.text or ""
+        for node in root.iter(f"{TAG}text")
+        if node.get("class") == "code"
     ]
     names = set(re.findall(r"\b(?:[A-Z]\w+|from_\w+|\w+(?==))", "\n".join(told)))
     loader = DataLoader([1])
@@ -47,17 +49,17 @@ def test_the_choice_is_between_things_that_exist() -> None:
     assert len(known) >= 9
 
 
-def test_ranks_read_what_the_drawing_shows(tmp_path: Path) -> None:
+def test_ranks_read_the_samples_that_the_drawing_shows(tmp_path: Path) -> None:
     """Eight shards of four samples, four slots, two ranks, batches of four."""
     for shard in range(8):
         lines = "".join(f"{shard}.{number}\n" for number in range(4))
         (tmp_path / f"{shard}.txt").write_text(lines)
     root = ET.parse(DOCS / "shards.svg")
-    groups = [one for one in root.iter(f"{TAG}g") if one.get("class") == "rank"]
+    groups = [node for node in root.iter(f"{TAG}g") if node.get("class") == "rank"]
     assert len(groups) == 2
     stream = TextDataset(str(tmp_path / "*.txt"), interleave=4)
     for rank, group in enumerate(groups):
         options: dict[str, Any] = {"rank": rank, "world_size": 2, "tail": "uneven"}
         loader = DataLoader(stream, 4, collate_fn=list, **options)
-        cells = [text for one in group if re.match(r"\d\.", text := one.text or "")]
+        cells = [text for node in group if re.match(r"\d\.", text := node.text or "")]
         assert [line for batch in loader for line in batch] == cells

@@ -48,12 +48,12 @@ def slug(heading: str) -> str:
 def anchors(page: Path) -> set[str]:
     """Return the anchors of a page on GitHub: of its headings, and its own."""
     text = re.sub(r"(?ms)^ *```.*?^ *```$", "", page.read_text())
-    found = set(re.findall(r'<a (?:id|name)="(.+?)"', text))
+    names = set(re.findall(r'<a (?:id|name)="(.+?)"', text))
     for heading in re.findall(r"^#+ (.+?) *$", text, re.MULTILINE):
         kept = slug(heading)
-        count = sum(re.fullmatch(rf"{kept}(-\d+)?", one) is not None for one in found)
-        found.add(f"{kept}-{count}" if kept in found else kept)
-    return found
+        count = sum(re.fullmatch(rf"{kept}(-\d+)?", name) is not None for name in names)
+        names.add(f"{kept}-{count}" if kept in names else kept)
+    return names
 
 
 @pytest.mark.slow
@@ -81,7 +81,7 @@ def test_links_of_the_readme_are_absolute() -> None:
 
 @pytest.mark.slow
 def test_links_resolve_in_the_sdist(tmp_path: Path) -> None:
-    """It is built, and has the pages and all they lead to."""
+    """The built sdist has the pages and every file that they link to."""
     build = [sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d"]
     subprocess.run([*build, tmp_path], cwd=ROOT, check=True, capture_output=True)
     [sdist] = tmp_path.iterdir()

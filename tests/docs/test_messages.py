@@ -1,4 +1,4 @@
-"""Fix it has every message of the package as a heading, and no other."""
+"""The fix-it pages have every error message as a heading, and no other heading."""
 
 import re
 
@@ -9,17 +9,16 @@ from docs import messages
 
 @pytest.mark.slow
 def test_every_message_is_a_heading() -> None:
-    """After a change of words, `python tests/docs/messages.py --fix` renames them."""
+    """After a change, `python tests/docs/messages.py --fix` renames the headings."""
     assert not messages.missing()
 
 
 @pytest.mark.slow
 def test_every_heading_is_a_message() -> None:
-    """What is said no more is not listed."""
     assert not messages.stale()
 
 
-# How messages ended that said what is wrong, and left the reader alone with it.
+# Ends of messages that say what is wrong, but not what to do.
 DEAD_ENDS = re.compile(
     r"(damaged|cut|cut short|(cut short|has) (at )?… (of … )?bytes|meanwhile|printed|"
     r"was closed|is closed|ha(s|ve) ended|has changed since|cannot be read(: …)?|"
@@ -28,21 +27,21 @@ DEAD_ENDS = re.compile(
 
 
 @pytest.mark.slow
-def test_every_message_ends_in_something_to_do() -> None:
-    """What, where, the numbers, and then what the reader can do about it."""
-    told = [one for one in messages.messages() if not messages.is_internal(one)]
-    assert not [one for one in told if DEAD_ENDS.search(one.text)]
+def test_every_message_ends_in_a_remedy() -> None:
+    """It says what and where, the numbers, and then what the reader can do."""
+    public = [
+        message for message in messages.messages() if not messages.is_internal(message)
+    ]
+    assert not [message for message in public if DEAD_ENDS.search(message.text)]
 
 
-def test_no_heading_comes_twice() -> None:
-    """One place for each message."""
-    found = messages.headings()
-    assert len(found) > 300
-    assert sorted(set(found)) == sorted(found)
+def test_headings_are_unique() -> None:
+    headings = messages.headings()
+    assert len(headings) > 300
+    assert sorted(set(headings)) == sorted(headings)
 
 
-def test_what_is_said_elsewhere_is_said_there() -> None:
-    """The modules that are named have the words."""
+def test_modules_listed_for_messages_have_their_words() -> None:
     for place, (module, *stems) in messages.ELSEWHERE.items():
         texts = messages.texts_in(module)
         for stem in stems:
@@ -50,8 +49,7 @@ def test_what_is_said_elsewhere_is_said_there() -> None:
 
 
 @pytest.mark.slow
-def test_what_is_internal_exists() -> None:
-    """No place is listed that is gone."""
+def test_places_of_unlisted_messages_exist() -> None:
     places = [message.place for message in messages.messages()]
     listed = [*messages.INTERNAL, *messages.PASSED_ON]
-    assert not [one for one in listed if not any(p.startswith(one) for p in places)]
+    assert not [name for name in listed if not any(p.startswith(name) for p in places)]

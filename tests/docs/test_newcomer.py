@@ -21,7 +21,7 @@ COMMANDS = [
 
 @pytest.mark.slow
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="this is no clone")
-def test_the_readme_from_top_to_bottom(tmp_path: Path) -> None:
+def test_every_step_of_the_readme_works(tmp_path: Path) -> None:
     """Each command and snippet as written; `make test` only as far as it says."""
     faulthandler.cancel_dump_traceback_later()  # it installs torch
     install, demo, test = COMMANDS

@@ -1,4 +1,4 @@
-"""The built site: no dead link, nothing from elsewhere, no error in a browser."""
+"""The built site: no dead link, nothing from other hosts, no error in a browser."""
 
 import functools
 import http.server
@@ -27,14 +27,14 @@ pytestmark = [
 ]
 BASE = "https://site.invalid/"
 
-# Shows every page in a frame, as wide as a phone and as a desk's screen; notes what is
-# wider than that. The picture does not load before it is done: so long a browser waits.
+# Shows every page in a frame, as wide as a phone and as a desktop; notes what is wider.
+# A picture that loads only at the end keeps the browser waiting until then.
 WALK = """
 async function work(pages) {
-  const found = [];
+  const faults = [];
   for (const page of pages) {
     const frame = await open(page, 390);
-    if (!frame.contentDocument.querySelector("h1")) found.push(page + ": no heading");
+    if (!frame.contentDocument.querySelector("h1")) faults.push(page + ": no heading");
     for (const width of [390, 1280]) {
       frame.width = width;
       await sleep(50);
@@ -44,19 +44,19 @@ async function work(pages) {
         await sleep(50);
         wide = root.scrollWidth;
       }
-      if (wide > width) found.push(`${page}: ${wide} of ${width} wide`);
+      if (wide > width) faults.push(`${page}: ${wide} of ${width} wide`);
     }
     frame.remove();
   }
-  return found;
+  return faults;
 }
 """
 # Searches as a reader does; returns the pages of the first results of each search.
-# In between it searches what is nowhere, so that results are those of the next search.
+# A search without results comes before each, so that no old results are returned.
 SEARCH = """
 async function work(searches) {
-  const found = [], frame = await open("/?q=loader", 1200);
-  const all = (what) => [...frame.contentDocument.querySelectorAll(what)];
+  const pages = [], frame = await open("/?q=loader", 1200);
+  const all = (query) => [...frame.contentDocument.querySelectorAll(query)];
   const results = () => all(".md-search-result__item");
   async function search(words, isSettled) {
     const [input] = all("[data-md-component=search-query]");
@@ -69,9 +69,9 @@ async function work(searches) {
     await search("zqxjkv", () => !results().length);
     await search(words, () => results().length);
     await sleep(50);
-    found.push(results().map(one => new URL(one.querySelector("a").href).pathname));
+    pages.push(results().map(hit => new URL(hit.querySelector("a").href).pathname));
   }
-  return found;
+  return pages;
 }
 """
 DRIVER = """<!doctype html><body><img src="/slow"><script>
@@ -86,13 +86,13 @@ async function open(page, width) {
 }
 WORK
 work(GIVEN).then(
-  found => fetch("/done", {method: "POST", body: JSON.stringify(found)})
+  answer => fetch("/done", {method: "POST", body: JSON.stringify(answer)})
 );
 </script>"""
 
 
 class Links(HTMLParser):
-    """What a page refers to, and the places in it that can be referred to."""
+    """What a page links to or loads, and the anchors in it."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
@@ -102,20 +102,20 @@ class Links(HTMLParser):
         self.feed((SITE / page).read_text())
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """Collect links, and what the page is made of."""
-        found = {name: value or "" for name, value in attrs}
-        self.places |= {found[name] for name in ("id", "name") if name in found}
-        if tag == "a" and found.get("href"):
-            self.links.add(found["href"])
-        if tag in {"script", "img"} and found.get("src"):
-            self.parts.add(found["src"])
-        if tag == "link" and found.get("rel") != "canonical":
-            self.parts.add(found.get("href", ""))
+        """Collect links, loaded parts and anchors."""
+        values = {name: value or "" for name, value in attrs}
+        self.places |= {values[name] for name in ("id", "name") if name in values}
+        if tag == "a" and values.get("href"):
+            self.links.add(values["href"])
+        if tag in {"script", "img"} and values.get("src"):
+            self.parts.add(values["src"])
+        if tag == "link" and values.get("rel") != "canonical":
+            self.parts.add(values.get("href", ""))
 
 
 @functools.cache
 def links(page: str) -> Links:
-    """Return those of a page."""
+    """Return the links of a page."""
     return Links(page)
 
 
@@ -134,35 +134,35 @@ def dead(page: str, link: str) -> bool:
     return bool(place) and is_page and unquote(place) not in links(name).places
 
 
-def test_no_link_is_dead() -> None:
-    """Of pages, pictures and scripts, anchors too."""
-    found = [
+def test_the_site_has_no_dead_link() -> None:
+    """Pages, pictures and scripts, anchors too."""
+    dead_links = [
         (page, link)
         for page in PAGES
         if page != "404.html"  # its links begin with the host
         for link in sorted(links(page).links | links(page).parts)
         if dead(page, link)
     ]
-    assert not found
+    assert not dead_links
 
 
-def test_nothing_is_loaded_from_elsewhere() -> None:
+def test_pages_load_nothing_from_other_hosts() -> None:
     """The site tells no other host that it is read."""
-    found = [
+    foreign = [
         (page, part)
         for page in PAGES
         for part in links(page).parts
         if re.match(r"(https?:)?//", part)
     ]
-    assert not found
+    assert not foreign
 
 
 class Served(http.server.ThreadingHTTPServer):
-    """The site, and a page that does some work in it.
+    """A server of the site, and of a page with a script that inspects it.
 
     Attributes:
-        lost: Paths that were not there.
-        answer: What the work found.
+        lost: Requested paths that do not exist.
+        answer: What the script returned.
     """
 
     def __init__(self, work: str, given: list[str]) -> None:
@@ -177,7 +177,7 @@ class _Handler(http.server.SimpleHTTPRequestHandler):
     server: Served
 
     def do_GET(self) -> None:
-        """Answer from the site, or for the work."""
+        """Serve the site, or the page with the script."""
         if self.path == "/work":
             self._send(self.server.driver.encode())
         elif self.path == "/slow":
@@ -187,7 +187,7 @@ class _Handler(http.server.SimpleHTTPRequestHandler):
             super().do_GET()
 
     def do_POST(self) -> None:
-        """Take what was found."""
+        """Take what the script returned."""
         length = int(self.headers["Content-Length"])
         self.server.answer = json.loads(self.rfile.read(length))
         self._send(b"")
@@ -204,13 +204,13 @@ class _Handler(http.server.SimpleHTTPRequestHandler):
         """Say nothing."""
 
     def log_error(self, *_args: object) -> None:
-        """Note what is not there."""
+        """Note a missing path."""
         if self.path != "/favicon.ico":
             self.server.lost.append(self.path)
 
 
 def in_browser(work: str, given: list[str], folder: Path, *, dark: bool = False) -> Any:
-    """Return what some work in the site found; nothing may be wrong on its way."""
+    """Return what a script finds in the site; the browser may log no error."""
     assert CHROMIUM is not None
     options = [
         *("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"),
@@ -243,8 +243,8 @@ needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="there is no chromiu
 
 @needs_browser
 @pytest.mark.parametrize("dark", [False, True])
-def test_a_browser_finds_no_error(dark: bool, tmp_path: Path) -> None:
-    """On no page; in dark, where only colours differ, on some."""
+def test_every_page_is_shown_without_an_error(dark: bool, tmp_path: Path) -> None:
+    """All pages in light colours; in dark ones every eighth."""
     pages = ["/" + page for page in PAGES if page != "404.html"]
     if dark:
         pages = pages[::8]
@@ -252,15 +252,15 @@ def test_a_browser_finds_no_error(dark: bool, tmp_path: Path) -> None:
 
 
 @needs_browser
-def test_a_search_finds_the_answers(tmp_path: Path) -> None:
-    """To all questions, among the first five pages other than that of questions."""
-    found = in_browser(SEARCH, [words for *_, words in ROWS], tmp_path)
+def test_searches_find_the_answers_to_the_questions(tmp_path: Path) -> None:
+    """Among the first five pages, apart from the page of questions."""
+    hits = in_browser(SEARCH, [words for *_, words in ROWS], tmp_path)
     wanted = [link.partition("#")[0].removesuffix(".md") for _, link, _ in ROWS]
-    assert len(found) == len(wanted) >= 25
+    assert len(hits) == len(wanted) >= 25
     places = [f"/{page.removesuffix('index').removesuffix('/')}/" for page in wanted]
     lost = [
         (place, results)
-        for place, results in zip(places, found, strict=True)
-        if place not in [one for one in results if one != "/questions/"][:5]
+        for place, results in zip(places, hits, strict=True)
+        if place not in [result for result in results if result != "/questions/"][:5]
     ]
     assert not lost

@@ -1,4 +1,4 @@
-"""What the pages and the README show runs, against servers on loopback."""
+"""The snippets of the pages and the README run, against servers on loopback."""
 
 import json
 import subprocess
@@ -14,8 +14,8 @@ from docs import snippets
 
 __all__ = ["s3_port", "server"]
 
-# Pages that take long, for they start a cluster; `make fuzz` runs them. The example of
-# the same, and all tests of Ray, run always.
+# Slow pages, which start a cluster: `make fuzz` runs them. The example of Ray, and its
+# tests, always run.
 SLOW = {"docs/guides/ray.md"}
 PAGES = [
     pytest.param(page, marks=[pytest.mark.fuzz] if page in SLOW else [], id=page)
@@ -23,7 +23,7 @@ PAGES = [
 ]
 
 
-# Of the module, as is the environment: servers that start are no leak of a test.
+# Module scope, as for the environment: servers that start are no leak of a test.
 @pytest.fixture(scope="module", params=PAGES)
 def page(request: pytest.FixtureRequest) -> str:
     """Return each page."""
@@ -33,12 +33,12 @@ def page(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def environment(page: str, request: pytest.FixtureRequest) -> dict[str, str]:
-    """Start the servers that a page needs; return how it finds them."""
+    """Start the servers that a page needs; return their environment variables."""
     needs = getattr(snippets.setup(page), "NEEDS", ())
-    found = {"OMP_NUM_THREADS": "1"}
+    variables = {"OMP_NUM_THREADS": "1"}
     if "s3" in needs:
         port = request.getfixturevalue("s3_port")
-        found |= {
+        variables |= {
             "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
             "AWS_REGION": "us-east-1",
             "AWS_ACCESS_KEY_ID": "id",
@@ -46,13 +46,13 @@ def environment(page: str, request: pytest.FixtureRequest) -> dict[str, str]:
         }
     if "postgresql" in needs:
         database: Server = request.getfixturevalue("server")
-        found["DATABASE_URL"] = database.url()
-    return found
+        variables["DATABASE_URL"] = database.url()
+    return variables
 
 
 @pytest.fixture(scope="module")
 def runner() -> Iterator[subprocess.Popen[str]]:
-    """Start the process that forks one for each page."""
+    """Start the process that forks a child for each page."""
     with subprocess.Popen(
         [sys.executable, str(Path(snippets.__file__))],
         stdin=subprocess.PIPE,
@@ -78,8 +78,8 @@ def test_the_snippets_of_a_page_run(
 
 
 @pytest.mark.slow
-def test_what_is_left_out_has_a_reason() -> None:
-    """Of two words at least."""
+def test_skipped_snippets_have_a_reason() -> None:
+    """Of at least two words."""
     left_out = [
         (page, snippet.line, snippet.skipped)
         for page in snippets.pages()

@@ -7,10 +7,10 @@ from docs import words
 
 @pytest.mark.slow
 @pytest.mark.parametrize("files", words.PAGES + words.SOURCES)
-def test_words_to_avoid_are_avoided(files: str) -> None:
+def test_no_text_has_a_word_to_avoid(files: str) -> None:
     """The message names file, line and phrase, and says what to write instead."""
-    found = "\n".join(map(str, words.hits(files)))
-    assert not found, f"words to avoid (tests/docs/words.toml):\n{found}"
+    hits = "\n".join(map(str, words.hits(files)))
+    assert not hits, f"words to avoid (tests/docs/words.toml):\n{hits}"
 
 
 @pytest.mark.parametrize(
@@ -23,16 +23,16 @@ def test_words_to_avoid_are_avoided(files: str) -> None:
         ("Code: `on_the_spot`", None),
     ],
 )
-def test_a_phrase_is_found_in_a_page(text: str, phrase: str | None) -> None:
-    """Across a line end, in upper case, as whole words."""
-    found = list(words.hits_in(text, "page.md"))
-    assert [hit.phrase for hit in found] == ([phrase] if phrase else [])
+def test_phrases_are_found_across_line_ends(text: str, phrase: str | None) -> None:
+    """In upper case too; not in code."""
+    hits = list(words.hits_in(text, "page.md"))
+    assert [hit.phrase for hit in hits] == ([phrase] if phrase else [])
 
 
-def test_source_counts_where_it_is_text() -> None:
-    """Comments, docstrings and messages, each over its line ends; names do not.
+def test_only_text_of_python_files_is_checked() -> None:
+    """Comments, docstrings and messages, across line ends.
 
-    Nor do a string of one word, a value, an argument, code; jargon inside the package.
+    Not names, strings of one word, values, arguments, code; jargon only in public text.
     """
     source = (
         '"""It goes\non."""\n'
@@ -41,8 +41,8 @@ def test_source_counts_where_it_is_text() -> None:
         'error = f"begun " f"with {name}"\n'
         'pair("goes", "on")\n'
     )
-    found = words.hits_in(words.prose(source), "a.py")
-    assert {(hit.place, hit.phrase) for hit in found} == {
+    hits = words.hits_in(words.prose(source), "a.py")
+    assert {(hit.place, hit.phrase) for hit in hits} == {
         ("a.py:1", "goes on"),
         ("a.py:4", "lets go"),
         ("a.py:6", "begun with"),
@@ -54,12 +54,12 @@ def test_source_counts_where_it_is_text() -> None:
         "# The lanes of figures.\n"
     )
     for name, phrases in ("_pipeline/a.py", 1), ("datasets/a.py", 2):
-        found = words.hits_in(words.prose(source), f"src/aioloader/{name}")
-        assert [hit.phrase for hit in found] == ["figures", "lanes"][:phrases]
+        hits = words.hits_in(words.prose(source), f"src/aioloader/{name}")
+        assert [hit.phrase for hit in hits] == ["figures", "lanes"][:phrases]
 
 
-def test_every_row_has_advice() -> None:
-    """No row is listed twice, and each names what to write."""
+def test_every_word_to_avoid_has_a_replacement() -> None:
+    """No word is listed twice."""
     rows = words.words()
     assert len({row.avoid for row in rows}) == len(rows) > 20
     assert all(row.instead for row in rows)

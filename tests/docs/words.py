@@ -58,7 +58,7 @@ class Word(NamedTuple):
 
 
 class Hit(NamedTuple):
-    """One place that has a phrase of the list."""
+    """An occurrence of a phrase of the list."""
 
     place: str
     phrase: str
@@ -90,12 +90,12 @@ def prose(source: str) -> str:
     starts = [0, *accumulate(map(len, source.splitlines(keepends=True)))]
     masked = list(re.sub(r"\S", "|", source))
     begins = []
-    for found in tokenize.generate_tokens(io.StringIO(source).readline):
-        if found.type in {*_TEXT, _BEGIN}:
-            begins.append(starts[found.start[0] - 1] + found.start[1])
-        if found.type in {*_TEXT, _END}:
+    for lexeme in tokenize.generate_tokens(io.StringIO(source).readline):
+        if lexeme.type in {*_TEXT, _BEGIN}:
+            begins.append(starts[lexeme.start[0] - 1] + lexeme.start[1])
+        if lexeme.type in {*_TEXT, _END}:
             begin = begins.pop()
-            end = starts[found.end[0] - 1] + found.end[1]
+            end = starts[lexeme.end[0] - 1] + lexeme.end[1]
             text = _NAMES.sub(_blanks, source[begin:end])
             if re.match("r?f", text, re.IGNORECASE):
                 text = _VALUES.sub(_blanks, text)
@@ -108,26 +108,26 @@ def _blanks(marks: re.Match[str]) -> str:
 
 
 def hits_in(text: str, name: str) -> Iterator[Hit]:
-    """Yield the places of one text, word by word."""
+    """Yield the hits of one text, word by word."""
     without_code = _CODE.sub(_blanks, text)
     is_public = bool(PUBLIC.match(name))
     for word in words():
         if word.is_public and not is_public:
             continue
-        for found in pattern(word).finditer(without_code if word.may_be_code else text):
-            line = text.count("\n", 0, found.start()) + 1
-            phrase = " ".join(found[0].split())
+        for match in pattern(word).finditer(without_code if word.may_be_code else text):
+            line = text.count("\n", 0, match.start()) + 1
+            phrase = " ".join(match[0].split())
             yield Hit(f"{name}:{line}", phrase, word.instead)
 
 
 def hits(*patterns: str) -> list[Hit]:
-    """Return the places of all files that match."""
-    found: list[Hit] = []
+    """Return the hits of all files that match."""
+    all_hits: list[Hit] = []
     for path in sorted({path for glob in patterns for path in ROOT.glob(glob)}):
         text = path.read_text()
         text = prose(text) if path.suffix == ".py" else _QUOTED.sub(_blanks, text)
-        found += hits_in(text, path.relative_to(ROOT).as_posix())
-    return found
+        all_hits += hits_in(text, path.relative_to(ROOT).as_posix())
+    return all_hits
 
 
 if __name__ == "__main__":

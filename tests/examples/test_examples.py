@@ -49,29 +49,29 @@ def train_digits() -> Any:
 
 def code_lines(source: str) -> int:
     """Count lines that are neither blank nor of a docstring."""
-    found = {number for number, line in enumerate(source.splitlines(), 1) if line}
+    numbers = {number for number, line in enumerate(source.splitlines(), 1) if line}
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-            found -= {*range(node.lineno, (node.end_lineno or node.lineno) + 1)}
-    return len(found)
+            numbers -= {*range(node.lineno, (node.end_lineno or node.lineno) + 1)}
+    return len(numbers)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_an_example_is_short_and_is_run(path: Path) -> None:
+def test_an_example_is_short_and_tested(path: Path) -> None:
     """At most 60 lines; its docstring says how to run it, and a test does."""
     source = path.read_text(encoding="utf-8")
     assert code_lines(source) <= MAX_LINES.get(path.stem, 60)
     said = ast.get_docstring(ast.parse(source)) or ""
     assert f"examples/{path.name}" in said or "make demo" in said or "not run" in said
     tests = [*Path(__file__).parents[1].rglob("test_*.py"), *EXAMPLES]
-    others = (one.read_text(encoding="utf-8") for one in tests if one != path)
-    assert any(re.search(rf"\b{path.stem}\b", text) for text in others)
+    texts = (test.read_text(encoding="utf-8") for test in tests if test != path)
+    assert any(re.search(rf"\b{path.stem}\b", text) for text in texts)
 
 
 @pytest.mark.slow
-async def test_a_service_classifies(service: Any, tmp_path: Path) -> None:
-    """Each picture of a folder, in the order of their names; without any: 404."""
+async def test_a_service_classifies_a_folder(service: Any, tmp_path: Path) -> None:
+    """In the order of their names; without any it answers 404."""
     digits = service.load_digits()
     pixels = torch.from_numpy(digits.images).float() / 16
     model = service.train(pixels, torch.from_numpy(digits.target))
@@ -85,9 +85,9 @@ async def test_a_service_classifies(service: Any, tmp_path: Path) -> None:
         missing = await client.get("/classify", params={"prefix": "other"})
     lines = [json.loads(line) for line in answer.text.splitlines()]
     assert [line["name"] for line in lines] == [f"{n:02}.png" for n in range(100)]
-    found = torch.tensor([line["label"] for line in lines])
-    assert found.equal(model(pixels[:100]).argmax(1))
-    assert found.eq(torch.from_numpy(digits.target[:100])).sum() >= 95
+    predicted = torch.tensor([line["label"] for line in lines])
+    assert predicted.equal(model(pixels[:100]).argmax(1))
+    assert predicted.eq(torch.from_numpy(digits.target[:100])).sum() >= 95
     assert missing.status_code == 404
 
 
@@ -119,8 +119,8 @@ class Endless(Source):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("client", ["waits for a batch", "reads none", "of ASGI 2.4"])
-async def test_a_disconnect_ends_reads_of_a_service(client: str, service: Any) -> None:
-    """At once, wherever the response is; nothing of its loader is left."""
+async def test_a_disconnect_ends_a_services_reads(client: str, service: Any) -> None:
+    """Wherever the response is; nothing of its loader is left."""
     store = Endless(32 if client == "waits for a batch" else 1000)
     app = service.make_app(store, torch.nn.Flatten())
     requested = iter([{"type": "http.request", "body": b"", "more_body": False}])
@@ -178,13 +178,12 @@ def test_training_reaches_its_accuracy(
 
 
 @pytest.mark.slow
-def test_the_demo_says_what_it_fell_back_to(
+def test_the_demo_says_that_it_falls_back_to_the_cpu(
     train_digits: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Without the device that was asked for."""
     assert train_digits.choose_device("cpu") == "cpu"
-    found = train_digits.choose_device("xpu:0")
-    assert found == ("xpu:0" if torch.xpu.is_available() else "cpu")
+    device = train_digits.choose_device("xpu:0")
+    assert device == ("xpu:0" if torch.xpu.is_available() else "cpu")
     said = "no xpu device here: training on the CPU instead of 'xpu:0'\n"
     assert capsys.readouterr().out == ("" if torch.xpu.is_available() else said)
 
@@ -207,8 +206,8 @@ def ran(name: str, *options: str, by: Sequence[str] = ()) -> list[str]:
     "name",
     ["stream_tar", "stream_parquet", "stream_sql", "image_folder", "pack_pictures"],
 )
-def test_streams_train(name: str) -> None:
-    """From a bucket that moto serves, from files, from SQLite: all samples, learnt."""
+def test_examples_of_streams_learn_from_all_samples(name: str) -> None:
+    """From a bucket that moto serves, from files, from SQLite."""
     lines = ran(f"{name}.py", "--epochs", "4")
     if name == "pack_pictures":
         assert lines.pop(0) == "1,797 samples in 8 shards: shard-{000000..000007}.tar"
@@ -222,15 +221,15 @@ def test_tars_in_a_bucket_are_shuffled_exactly() -> None:
     """Each sample once, by single requests, by blocks, and resumed in mid-epoch."""
     lines = ran("indexed_tars.py")
     pattern = r"(.+): 1797, each once: True, accuracy ([\d.]+)"
-    found = [match for line in lines if (match := re.fullmatch(pattern, line))]
+    matches = [match for line in lines if (match := re.fullmatch(pattern, line))]
     names = ["all shuffled", "by blocks", "resumed after 10 batches"]
-    assert [match[1] for match in found] == names
-    assert float(found[-1][2]) > 0.9
+    assert [match[1] for match in matches] == names
+    assert float(matches[-1][2]) > 0.9
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["zarr_arrays", "lance_rows"])
-def test_other_stores_are_read_as_datasets(name: str) -> None:
+def test_zarr_and_lance_are_read_as_datasets(name: str) -> None:
     """Each in a process of its own: Lance starts threads, and zarr a loop."""
     module = "lance" if name == "lance_rows" else "zarr"
     if importlib.util.find_spec(module) is None:  # not imported: it warns at forks
@@ -239,15 +238,14 @@ def test_other_stores_are_read_as_datasets(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_service_streams_rows(server: Server) -> None:
-    """Through its own pool, beside other requests."""
+def test_a_service_streams_rows_beside_other_requests(server: Server) -> None:
     lines = ran("service_rows.py", server.url())
     assert re.fullmatch(r"mean 250.05; answered \d+ other requests meanwhile", lines[0])
 
 
 @pytest.mark.slow
 @pytest.mark.one_loop
-async def test_rows_become_features(server: Server) -> None:
+async def test_rows_of_postgresql_become_features(server: Server) -> None:
     """Arrays, JSONB and vectors, as they were written; resumed in the middle."""
     example = importlib.import_module("postgres_features")
     lines = await asyncio.to_thread(ran, "postgres_features.py", server.url())
@@ -267,8 +265,8 @@ async def test_rows_become_features(server: Server) -> None:
 
 
 @pytest.mark.slow
-def test_figures_are_logged() -> None:
-    """Beside the loss, every eighth step; no bar where there is no terminal."""
+def test_figures_are_logged_beside_the_loss() -> None:
+    """Every eighth step; no progress bar where there is no terminal."""
     number = r"[\d.e+-]+"
     figures = "".join(
         f", loader/{name} {number}"
@@ -279,17 +277,17 @@ def test_figures_are_logged() -> None:
 
 
 @pytest.mark.slow
-def test_a_killed_training_is_resumed() -> None:
-    """By SIGKILL in its second epoch; to the same losses."""
+def test_a_killed_training_resumes_to_the_same_losses() -> None:
+    """Killed by SIGKILL in its second epoch."""
     (line,) = ran("resume.py")
-    found = re.fullmatch(r"87 (\d+) 87 losses saved; the same: True", line)
-    assert found is not None
-    assert 41 <= int(found[1]) < 87
+    match = re.fullmatch(r"87 (\d+) 87 losses saved; the same: True", line)
+    assert match is not None
+    assert 41 <= int(match[1]) < 87
 
 
 @pytest.mark.slow
-def test_packed_text_is_resumed() -> None:
-    """In mid-epoch, from the last checkpoint; to the same losses, which fall."""
+def test_packed_text_resumes_to_the_same_losses() -> None:
+    """In mid-epoch, from the last checkpoint; the losses fall."""
     lines = ran("pack_text.py")
     losses = [float(line.split()[-1]) for line in lines if line.startswith("step")]
     assert losses[7] < losses[0]
@@ -299,8 +297,7 @@ def test_packed_text_is_resumed() -> None:
 
 
 @pytest.mark.slow
-def test_ranks_train() -> None:
-    """Two of them see every scan once in each epoch."""
+def test_two_ranks_see_every_scan_once_an_epoch() -> None:
     lines = ran("ddp.py", by=TORCHRUN)
     assert [line.partition(",")[0] for line in lines] == [
         f"epoch {epoch}: 1797 scans once" for epoch in range(4)
@@ -311,20 +308,20 @@ def test_ranks_train() -> None:
 
 @pytest.mark.slow
 def test_shards_on_s3_train_a_resnet() -> None:
-    """Over ends of epochs after 24 steps, though a rank has more; resumed at 30."""
+    """Epochs end after 24 steps, though one rank has more; resumed at step 30."""
     lines = ran("train_tar_s3.py")
-    found = [re.fullmatch(r"step (\d+): loss ([\d.]+)", line) for line in lines]
-    steps, losses = zip(*(one.groups() for one in found if one), strict=True)
+    matches = [re.fullmatch(r"step (\d+): loss ([\d.]+)", line) for line in lines]
+    steps, losses = zip(*(match.groups() for match in matches if match), strict=True)
     assert [*map(int, steps)] == [20, 30, 40, 60]
     assert float(losses[3]) < float(losses[2]) < float(losses[1]) < float(losses[0])
 
 
 @pytest.mark.slow
-def test_a_terminated_training_is_resumed_on_fewer_ranks() -> None:
+def test_a_terminated_training_resumes_on_fewer_ranks() -> None:
     """By SIGTERM on two ranks; each sample is trained on once in each epoch."""
     *lines, last = ran("preempt.py")
-    found = [re.fullmatch(r"step (\d+) on (\d) ranks", line) for line in lines]
-    steps = [(int(one[1]), one[2]) for one in found if one]
+    matches = [re.fullmatch(r"step (\d+) on (\d) ranks", line) for line in lines]
+    steps = [(int(match[1]), match[2]) for match in matches if match]
     assert len(steps) == len(lines)
     on_two, on_one = ([n for n, ranks in steps if ranks == by] for by in "21")
     assert on_two[1] == 40 < on_two[-1] < on_one[0]
@@ -351,8 +348,8 @@ def trained(path: Path, ranks: int, last: int = 0) -> list[int]:
             for rank in range(ranks)
         ]
         for line in processes[0].stdout or ():
-            found = re.match(r"step (\d+):", line)
-            steps += [int(found[1])] if found else []
+            match = re.match(r"step (\d+):", line)
+            steps += [int(match[1])] if match else []
             if last and steps[-1:] == [last]:
                 for process in processes:
                     process.kill()
@@ -361,13 +358,12 @@ def trained(path: Path, ranks: int, last: int = 0) -> list[int]:
 
 
 def losses(path: Path) -> list[float]:
-    saved: list[Any] = torch.load(path)
-    found: list[float] = saved[-1]
-    return found
+    *_, losses = torch.load(path)
+    return [*losses]
 
 
 @pytest.mark.slow
-def test_killed_on_two_ranks_it_continues_on_one(tmp_path: Path) -> None:
+def test_a_run_killed_on_two_ranks_resumes_on_one(tmp_path: Path) -> None:
     whole, killed = tmp_path / "whole.pt", tmp_path / "killed.pt"
     steps = importlib.import_module("pretrain").STEPS
     assert trained(whole, 2) == [*range(1, steps + 1)]
@@ -382,7 +378,7 @@ def test_killed_on_two_ranks_it_continues_on_one(tmp_path: Path) -> None:
 
 THREADS = """
 import threading
-print([one.name for one in threading.enumerate() if "aioloader" in one.name])
+print([thread.name for thread in threading.enumerate() if "aioloader" in thread.name])
 """
 
 
@@ -392,7 +388,7 @@ def code_cells() -> dict[str, dict[str, object]]:
     return {cell["id"]: cell for cell in cells if cell["cell_type"] == "code"}
 
 
-def test_it_is_committed_without_outputs() -> None:
+def test_the_notebook_is_committed_without_outputs() -> None:
     """A diff shows changes of the code only."""
     for cell in code_cells().values():
         assert cell["outputs"] == []
@@ -400,8 +396,8 @@ def test_it_is_committed_without_outputs() -> None:
 
 
 @pytest.mark.slow
-def test_its_cells_run(tmp_path: Path) -> None:
-    """One after the other; two of them again, as the notebook says; nothing is left."""
+def test_the_cells_of_the_notebook_run(tmp_path: Path) -> None:
+    """In order; two of them again, as the notebook says; nothing is left."""
     sources = []
     for name, cell in code_cells().items():
         source = "".join(cell["source"])  # type: ignore[arg-type]

@@ -20,11 +20,11 @@ PATIENCE = 30.0
 
 
 class OwnError(BaseException):
-    """As test frameworks and async libraries have some."""
+    """A BaseException of the user's, as test frameworks and async libraries have."""
 
 
 class LockedError(Exception):
-    """Cannot be pickled with its attributes."""
+    """An exception whose attributes cannot be pickled."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -65,19 +65,19 @@ class Raiser:
         return self(sample)
 
     def instead(self, failure: Any) -> Any:
-        """Be an ``on_error``."""
+        """Serve as ``on_error``."""
         return self(failure.index)
 
     def begin(self, *_args: Any) -> None:
-        """Be a ``worker_init_fn``."""
+        """Serve as ``worker_init_fn``."""
         self(3)
 
     def left(self, _dataset: Any) -> "Lifespan":
-        """Be a lifespan that cannot be left."""
+        """Return a lifespan that raises on exit."""
         return Lifespan(same, self)
 
     def entered(self, _dataset: Any) -> "Lifespan":
-        """Be a lifespan that cannot be entered."""
+        """Return a lifespan that raises on entry."""
         return Lifespan(self, same)
 
 
@@ -113,39 +113,39 @@ class Samples:
     """A plain map-style dataset.
 
     Attributes:
-        one: Called with each sample.
+        check: Called with each sample; returns or raises.
     """
 
-    one: Callable[[Any], Any] = same
+    check: Callable[[Any], Any] = same
 
     def __len__(self) -> int:
         return N
 
     def __getitem__(self, index: int) -> Any:
-        return self.one(index)
+        return self.check(index)
 
 
 class AsyncSamples(Samples):
-    """The same for a loop."""
+    """The same with a coroutine ``__getitem__``."""
 
     async def __getitem__(self, index: int) -> Any:
         await asyncio.sleep(0)
-        return self.one(index)
+        return self.check(index)
 
 
 class Whole(Samples):
-    """Reads batches."""
+    """A dataset that is read by batches."""
 
     def __getitems__(self, indices: list[int]) -> Any:
-        return [self.one(index) for index in indices]
+        return [self.check(index) for index in indices]
 
 
 class AsyncWhole(AsyncSamples):
-    """The same for a loop."""
+    """The same with coroutines."""
 
     async def __getitems__(self, indices: list[int]) -> Any:
         await asyncio.sleep(0)
-        return [self.one(index) for index in indices]
+        return [self.check(index) for index in indices]
 
 
 class Wrapped(AsyncSamples):
@@ -159,15 +159,15 @@ class Wrapped(AsyncSamples):
 class Steps:
     """An iterable that can continue after an error, plain and async by its class."""
 
-    one: Callable[[Any], Any]
-    at: int = -1
+    check: Callable[[Any], Any]
+    position: int = -1
 
     def step(self, stop: type[Exception]) -> Any:
         """Return the next sample, or raise ``stop`` at the end."""
-        self.at += 1
-        if self.at == N:
+        self.position += 1
+        if self.position == N:
             raise stop
-        return self.one(self.at)
+        return self.check(self.position)
 
 
 class PlainSteps(Steps):
@@ -195,23 +195,23 @@ class AsyncSteps(Steps):
 class Generated:
     """A generator, which an error ends."""
 
-    one: Callable[[Any], Any]
+    check: Callable[[Any], Any]
 
     def __iter__(self) -> Iterator[Any]:
         for index in range(N):
-            yield self.one(index)
+            yield self.check(index)
 
 
 @dataclass
 class AsyncGenerated:
     """An async generator."""
 
-    one: Callable[[Any], Any]
+    check: Callable[[Any], Any]
 
     async def __aiter__(self) -> AsyncIterator[Any]:
         for index in range(N):
             await asyncio.sleep(0)
-            yield self.one(index)
+            yield self.check(index)
 
 
 @dataclass
@@ -232,15 +232,15 @@ class Sampler:
 class _Drawn:
     raiser: Raiser
     step: int
-    at: int = 0
+    position: int = 0
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> Any:
-        if self.at >= N:
+        if self.position >= N:
             raise StopIteration
-        place, self.at = self.at, self.at + self.step
+        place, self.position = self.position, self.position + self.step
         if place + self.step > 3 >= place:
             self.raiser(3)
         return place if self.step == 1 else [place, place + 1]
@@ -260,7 +260,7 @@ class Unopened:
 
 
 class AsyncUnopened(Unopened):
-    """The same for a loop."""
+    """The same, async."""
 
     __iter__ = None  # type: ignore[assignment]
 
@@ -280,7 +280,7 @@ class Asks(Retry):
 
 
 def failing(sample: Any) -> Any:
-    """Fail for sample 3, with an error that a policy handles."""
+    """Raise an OSError, which a policy handles, for sample 3."""
     return Raiser(OSError)(sample)
 
 
@@ -311,7 +311,7 @@ class Mode:
     patience: float = PATIENCE
 
     def fits(self, place: str) -> bool:
-        """Tell whether there is such a place."""
+        """Return whether this mode has such a place."""
         options = dict(self.options)
         if place in {"worker_init_fn", "lifespan", "lifespan exit"} and self.executor:
             return False
@@ -366,40 +366,44 @@ class _Keeps:
 
 def options_of(place: str, kind: type[BaseException], way: Mode) -> dict[str, Any]:
     """Return the loader's arguments for a cell."""
-    one, is_async = Raiser(kind), way.is_async
-    function = one.later if is_async else one
+    raiser, is_async = Raiser(kind), way.is_async
+    function = raiser.later if is_async else raiser
     failed = AsyncSamples if is_async else Samples
-    keeps = _Keeps(one).later if is_async else _Keeps(one)
+    keeps = _Keeps(raiser).later if is_async else _Keeps(raiser)
     numbers: Any = from_iterable(range(N))
     places: dict[str, Callable[[], dict[str, Any]]] = {
-        "__getitem__": lambda: {"dataset": failed(one)},
-        "__getitem__ of a wrapper": lambda: {"dataset": Wrapped(one)},
-        "__getitems__": lambda: {"dataset": (AsyncWhole if is_async else Whole)(one)},
-        "__iter__": lambda: {"dataset": (AsyncUnopened if is_async else Unopened)(one)},
-        "__next__": lambda: {"dataset": PlainSteps(one)},
-        "__anext__": lambda: {"dataset": AsyncSteps(one)},
-        "generator": lambda: {
-            "dataset": (AsyncGenerated if is_async else Generated)(one)
+        "__getitem__": lambda: {"dataset": failed(raiser)},
+        "__getitem__ of a wrapper": lambda: {"dataset": Wrapped(raiser)},
+        "__getitems__": lambda: {
+            "dataset": (AsyncWhole if is_async else Whole)(raiser)
         },
-        "sampler": lambda: {"sampler": Sampler(one)},
-        "sampler's __iter__": lambda: {"sampler": Unopened(one)},
-        "batch_sampler": lambda: {"batch_sampler": Sampler(one, step=2)},
+        "__iter__": lambda: {
+            "dataset": (AsyncUnopened if is_async else Unopened)(raiser)
+        },
+        "__next__": lambda: {"dataset": PlainSteps(raiser)},
+        "__anext__": lambda: {"dataset": AsyncSteps(raiser)},
+        "generator": lambda: {
+            "dataset": (AsyncGenerated if is_async else Generated)(raiser)
+        },
+        "sampler": lambda: {"sampler": Sampler(raiser)},
+        "sampler's __iter__": lambda: {"sampler": Unopened(raiser)},
+        "batch_sampler": lambda: {"batch_sampler": Sampler(raiser, step=2)},
         "transform": lambda: {"transform": function},
         "collate_fn": lambda: {"collate_fn": function},
-        "on_error": lambda: {"dataset": failed(failing), "on_error": one.instead},
+        "on_error": lambda: {"dataset": failed(failing), "on_error": raiser.instead},
         "on_error of a transform": lambda: {
             "transform": Raiser(OSError).later if is_async else failing,
-            "on_error": one.instead,
+            "on_error": raiser.instead,
         },
         "retry": lambda: {"dataset": failed(failing), "retry": predicate(kind)},
-        "worker_init_fn": lambda: {"worker_init_fn": one.begin},
-        "lifespan": lambda: {"lifespan": one.entered},
-        "lifespan exit": lambda: {"lifespan": one.left},
-        "Device.transform": lambda: {"device": Device(transform=one)},
+        "worker_init_fn": lambda: {"worker_init_fn": raiser.begin},
+        "lifespan": lambda: {"lifespan": raiser.entered},
+        "lifespan exit": lambda: {"lifespan": raiser.left},
+        "Device.transform": lambda: {"device": Device(transform=raiser)},
         "stream's map": lambda: {"dataset": numbers.map(function)},
         "stream's filter": lambda: {"dataset": numbers.filter(keeps)},
         "stream's source": lambda: {
-            "dataset": from_iterable(lambda: PlainSteps(one)).map(same)
+            "dataset": from_iterable(lambda: PlainSteps(raiser)).map(same)
         },
     }
     chosen = {"dataset": failed(), "batch_size": 2, "collate_fn": same}
@@ -450,43 +454,43 @@ def loader_of(place: str, kind: str, way: Mode) -> Iterator[DataLoader[Any]]:
 
 def drained(loader: DataLoader[Any]) -> list[Any]:
     """Return batches, and errors as they are, by ``next``."""
-    found: list[Any] = []
+    outcomes: list[Any] = []
     iterator: Any = None
-    while len(found) < 2 * N:
+    while len(outcomes) < 2 * N:
         try:
             iterator = iter(loader) if iterator is None else iterator
             batch = next(iterator)
-        except BaseException as error:  # noqa: BLE001  (what is looked at)
+        except BaseException as error:  # noqa: BLE001  (an outcome)
             if type(error) is StopIteration and not error.args:
                 break
-            found.append(error)
+            outcomes.append(error)
             if iterator is None or isinstance(error, (KeyboardInterrupt, SystemExit)):
                 break
         else:
-            found.append(batch)
+            outcomes.append(batch)
     if iterator is not None:
         with contextlib.suppress(BaseException):
             iterator.close()
-    return found
+    return outcomes
 
 
 async def drained_async(loader: DataLoader[Any]) -> list[Any]:
     """Return batches, and errors as they are, by ``anext``."""
-    found: list[Any] = []
+    outcomes: list[Any] = []
     iterator: Any = None
-    while len(found) < 2 * N:
+    while len(outcomes) < 2 * N:
         try:
             iterator = aiter(loader) if iterator is None else iterator
             batch = await anext(iterator)
-        except BaseException as error:  # noqa: BLE001  (what is looked at)
+        except BaseException as error:  # noqa: BLE001  (an outcome)
             if type(error) is StopAsyncIteration and not error.args:
                 break
-            found.append(error)
+            outcomes.append(error)
             if iterator is None or isinstance(error, (KeyboardInterrupt, SystemExit)):
                 break
         else:
-            found.append(batch)
+            outcomes.append(batch)
     if iterator is not None:
         with contextlib.suppress(BaseException):
             await iterator.aclose()
-    return found
+    return outcomes

@@ -25,7 +25,7 @@ SECONDS = 40
 
 
 class PlantedError(Exception):
-    """The user's own; its constructor wants two arguments."""
+    """The user's error, whose constructor takes two arguments."""
 
     def __init__(self, where: str, pid: int) -> None:
         super().__init__(f"planted in {where}")
@@ -38,7 +38,7 @@ class HungError(BaseException):
 
 @pytest.fixture(autouse=True)
 def in_time() -> Iterator[None]:
-    """Fail a test that hangs, and go on with the next."""
+    """Fail a test that hangs."""
 
     def give_up(*_: object) -> None:
         raise HungError
@@ -52,7 +52,7 @@ def in_time() -> Iterator[None]:
 
 @pytest.fixture
 def marks(tmp_path: Path) -> Iterator["Marks"]:
-    """Return a file for marks; end what has left one and is still there."""
+    """Return a file for marks; afterwards kill the processes that left one."""
     marks = Marks(tmp_path)
     yield marks
     for pid in filter(is_alive, {*marks.pids()} - {os.getpid()}):
@@ -68,7 +68,7 @@ class Marks:
         self.path.touch()
 
     def add(self, word: object = "") -> None:
-        """Add a line, in one piece."""
+        """Append a line in one write."""
         with self.path.open("a", encoding="utf-8") as file:
             file.write(f"{os.getpid()} {word}\n")
 
@@ -91,13 +91,13 @@ PLACES = ["init", "read", "iterate", "unpickle"]
 
 
 class Planted:
-    """A dataset that does something where it is told to.
+    """A dataset that calls a function at a place in its workers.
 
     Args:
-        marks: Where each start leaves a mark.
-        place: Where it happens: one of ``PLACES``.
-        act: What happens.
-        only: The worker in which it happens; None: in each.
+        marks: File for a mark of each start.
+        place: Where it calls ``act``: one of ``PLACES``.
+        act: The function.
+        only: The worker that calls it; None: every worker.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class Planted:
         self.home = os.getpid()
 
     def happen(self, place: str) -> None:
-        """Leave a mark and let it happen, if this is where."""
+        """Leave a mark and call the function, if this is the place."""
         if place != self.place or os.getpid() == self.home:
             return
         info = get_worker_info()
@@ -120,7 +120,7 @@ class Planted:
             self.act()
 
     def init(self, worker: int) -> None:
-        """Be the worker's init function."""
+        """Serve as the worker's init function."""
         self.happen("init")
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -136,7 +136,7 @@ class Planted:
 
 
 class PlantedStream(Planted, IterableDataset[int]):
-    """The same, iterated."""
+    """The same as an iterable."""
 
     def __iter__(self) -> Iterator[int]:
         self.happen("iterate")
@@ -150,5 +150,5 @@ def loader_of(dataset: Planted, **options: Any) -> DataLoader[Any]:
 
 
 def kinds_at(place: str) -> Any:
-    """Return the kind of dataset that has such a place."""
+    """Return the class of dataset that has such a place."""
     return PlantedStream if place == "iterate" else Planted

@@ -1,4 +1,4 @@
-"""Bad input to workers, and bad manners of theirs: delivery, or a clear error."""
+"""Bad input to workers, and user code that misuses its process: no hang, no leak."""
 
 import errno
 import multiprocessing
@@ -22,7 +22,7 @@ HUGE = 1 << 50
 
 
 def broadcast() -> Any:
-    """Return a petabyte that is one byte."""
+    """Return a petabyte that is stored as one byte."""
     return np.broadcast_to(np.zeros(1, np.uint8), (HUGE,))
 
 
@@ -32,7 +32,7 @@ def expanded() -> Any:
 
 
 class Strange(Faulty):
-    """The samples themselves are strange, all of them."""
+    """All samples are the strange value."""
 
     def __init__(self, value: Any, n: int) -> None:
         super().__init__(n)
@@ -46,30 +46,30 @@ class Strange(Faulty):
 @pytest.mark.parametrize(
     ("value", "collate_fn"), [(broadcast, None), (broadcast, list), (expanded, None)]
 )
-def test_a_batch_too_large_for_memory(value: Any, collate_fn: Any) -> None:
-    """An error of ours or of an allocator, no signal; the workers live on."""
+def test_a_batch_too_large_for_memory_is_an_error(value: Any, collate_fn: Any) -> None:
+    """No worker dies."""
     loader = DataLoader(Strange(value, 8), 4, num_workers=2, collate_fn=collate_fn)
-    found = outcomes(loader)
+    errors = outcomes(loader)
     wanted = (BatchTooLargeError, MemoryError, RuntimeError)
-    assert [isinstance(one, wanted) for one in found] == [True, True]
-    assert not any("exited unexpectedly" in str(one) for one in found)
+    assert [isinstance(error, wanted) for error in errors] == [True, True]
+    assert not any("exited unexpectedly" in str(error) for error in errors)
 
 
 class Manners(Faulty):
-    """Does to its process what it should not."""
+    """Forks, starts threads and processes, and changes the directory."""
 
     def __getitem__(self, index: int) -> Any:
-        what = index % 5
-        if what == 0:
+        case = index % 5
+        if case == 0:
             child = os.fork()
             if child == 0:
                 os._exit(3)
             os.waitpid(child, 0)
-        elif what == 1:
+        elif case == 1:
             threading.Thread(target=threading.Event().wait).start()
-        elif what == 2:
+        elif case == 2:
             os.chdir("/")
-        elif what == 3:
+        elif case == 3:
             subprocess.run([sys.executable, "-S", "-c", ""], check=True)
         else:
             context = multiprocessing.get_context("fork")
@@ -81,8 +81,8 @@ class Manners(Faulty):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_kept", [True, False])
-def test_bad_manners(is_kept: bool) -> None:
-    """Forks, threads, another directory, subprocesses: batches arrive, all ends."""
+def test_workers_may_fork_start_threads_and_processes(is_kept: bool) -> None:
+    """Batches arrive, and everything ends."""
     where = Path.cwd()
     with DataLoader(Manners(), 4, num_workers=2, persistent_workers=is_kept) as loader:
         for _ in range(2):
@@ -92,7 +92,7 @@ def test_bad_manners(is_kept: bool) -> None:
 
 
 class Orphans(Faulty):
-    """Leaves a process behind that outlives it, and holds all its descriptors."""
+    """Forks a process that outlives the worker, and holds all its descriptors."""
 
     def __init__(self, pids: Path) -> None:
         super().__init__(8)
@@ -108,8 +108,8 @@ class Orphans(Faulty):
 
 
 @pytest.mark.slow
-def test_processes_that_a_worker_leaves_behind(tmp_path: Path) -> None:
-    """They do not keep the loader from ending; they are the user's to end."""
+def test_orphans_of_a_worker_do_not_keep_the_loader_open(tmp_path: Path) -> None:
+    """The user has to end them."""
     labels = [
         i
         for batch in DataLoader(Orphans(tmp_path / "pids"), 4, num_workers=2)
@@ -141,14 +141,14 @@ for limit in map(int, sys.argv[1:]):
 
 
 @pytest.mark.slow
-def test_limits_of_descriptors() -> None:
-    """64 do for epoch after epoch; with too few a start fails and leaves none open."""
-    found = python("-c", LIMITED, *[64] * 20, *range(4, 19))
-    assert found.stdout == "6\n" * 20 + f"{errno.EMFILE}\n" * 15, found.stderr
+def test_64_descriptors_are_enough_for_every_epoch() -> None:
+    """With too few a start fails and leaves none open."""
+    ended = python("-c", LIMITED, *[64] * 20, *range(4, 19))
+    assert ended.stdout == "6\n" * 20 + f"{errno.EMFILE}\n" * 15, ended.stderr
 
 
 def number_of_descriptors() -> int:
-    """Return how many this process has open."""
+    """Return how many descriptors this process has open."""
     return len(list(Path("/proc/self/fd").iterdir()))
 
 

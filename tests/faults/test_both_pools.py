@@ -37,15 +37,14 @@ def labels(batches: Any) -> list[int]:
     return [label for batch in batches for label in batch[2].tolist()]
 
 
-def test_killed(start: str, tmp_path: Path) -> None:
-    """The worker is replaced, and its batch is made again."""
+def test_a_killed_workers_batch_is_made_again(start: str, tmp_path: Path) -> None:
     loader = loader_of(start, (5,), kill_itself, tmp_path)
     assert labels(loader) == [*range(24)]
     assert loader.stats().worker_restarts == 1
 
 
-def test_stopped(start: str) -> None:
-    """It is named, with what it is at; what came before it was delivered."""
+def test_a_timeout_names_a_stopped_worker(start: str) -> None:
+    """The message says what it was doing; earlier batches were delivered."""
     with loader_of(start, (5,), stop_itself, timeout=8) as loader:
         iterator = iter(loader)
         assert labels([next(iterator)]) == [*range(4)]
@@ -56,8 +55,8 @@ def test_stopped(start: str) -> None:
     assert not any(map(is_alive, pids.values()))
 
 
-def test_without_descriptors(start: str) -> None:
-    """The error of the start says so; with more of them the same loader works."""
+def test_a_start_without_descriptors_says_so(start: str) -> None:
+    """Once there are more of them, the same loader works."""
     loader = loader_of(start)
     list(loader)  # a fork server is there
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -72,8 +71,8 @@ def test_without_descriptors(start: str) -> None:
     assert labels(loader) == [*range(24)]
 
 
-async def test_cancelled(start: str) -> None:
-    """A task that waits for a stuck worker ends at once; closing ends the worker."""
+async def test_closing_after_a_cancelled_wait_ends_a_stuck_worker(start: str) -> None:
+    """The cancelled task ends at once."""
     loader = loader_of(start, (5,), sleep_forever)
     iterator = aiter(loader)
     assert labels([await anext(iterator)]) == [*range(4)]

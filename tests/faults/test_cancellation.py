@@ -17,10 +17,10 @@ LOOPS: list[Any] = ["thread", "caller"]
 
 
 class Suspensions:
-    """Drive a coroutine and call ``hook`` at its ``at``-th suspension."""
+    """Drives a coroutine and calls ``hook`` at suspension number ``position``."""
 
-    def __init__(self, at: int, hook: Any) -> None:
-        self.at = at
+    def __init__(self, position: int, hook: Any) -> None:
+        self.position = position
         self.hook = hook
         self.seen = 0
 
@@ -37,7 +37,7 @@ class Suspensions:
                     yielded = coroutine.throw(error)
             except StopIteration as stop:
                 return stop.value
-            if self.seen == self.at:
+            if self.seen == self.position:
                 self.hook()
             self.seen += 1
             try:
@@ -57,48 +57,48 @@ def cancel_me() -> None:
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("make", KINDS)
 async def test_a_cancelled_consumer_loses_no_batch(make: Any, loop: Any) -> None:
-    """Cancel the k-th suspension of the consumer, for every k; then it goes on."""
-    for at in range(100):
+    """Cancelled at suspension k, for every k; then iteration resumes."""
+    for position in range(100):
         with no_leaks():
             iterator = aiter(DataLoader(make(12), batch_size=4, loop=loop))
-            suspensions = Suspensions(at, cancel_me)
-            found: list[Any] = []
+            suspensions = Suspensions(position, cancel_me)
+            batches: list[Any] = []
 
             async def consume(
                 iterator: Any = iterator,
                 suspensions: Suspensions = suspensions,
-                found: list[Any] = found,
+                batches: list[Any] = batches,
             ) -> None:
                 while True:
                     try:
-                        found.append(await suspensions.drive(iterator.__anext__()))
+                        batches.append(await suspensions.drive(iterator.__anext__()))
                     except StopAsyncIteration:
                         return
 
             task = asyncio.ensure_future(consume())
             await asyncio.wait([task])
             was_cancelled = task.cancelled()
-            found += [batch async for batch in iterator]
-            assert labels(found) == EXPECTED
+            batches += [batch async for batch in iterator]
+            assert labels(batches) == EXPECTED
             del iterator, task, consume
-        if not was_cancelled and suspensions.seen <= at:
+        if not was_cancelled and suspensions.seen <= position:
             return
     raise AssertionError("never ran to the end")
 
 
 class Hooked(AsyncMap):
-    """Calls ``hook`` at the ``at``-th await of its reads."""
+    """Calls ``hook`` at await number ``position`` of its reads."""
 
-    def __init__(self, n: int, at: int, hook: Any) -> None:
+    def __init__(self, n: int, position: int, hook: Any) -> None:
         super().__init__(n)
-        self.at = at
+        self.position = position
         self.hook = hook
         self.opened = 0
 
     async def step(self) -> None:
         """Suspend once."""
-        self.at -= 1
-        if self.at == -1:
+        self.position -= 1
+        if self.position == -1:
             self.hook()
         await asyncio.sleep(0)
 
@@ -116,29 +116,29 @@ class Hooked(AsyncMap):
         return await super().__getitem__(index)
 
     async def transform(self, sample: Any) -> Any:
-        """Pass on, after a suspension."""
+        """Return the sample after a suspension."""
         await self.step()
         return sample
 
     async def collate(self, samples: list[Any]) -> Any:
-        """Pass on, after a suspension."""
+        """Return the labels after a suspension."""
         await self.step()
         return [index for _, index in samples]
 
 
-def hooked(at: int, hook: Any, **options: Any) -> tuple[Hooked, Any]:
+def hooked(position: int, hook: Any, **options: Any) -> tuple[Hooked, Any]:
     """Return a dataset that awaits in every stage, and a loader over it."""
-    dataset = Hooked(12, at, hook)
+    dataset = Hooked(12, position, hook)
     options |= {"transform": dataset.transform, "collate_fn": dataset.collate}
-    return dataset, DataLoader(dataset, 4, lifespan=lambda one: one, **options)
+    return dataset, DataLoader(dataset, 4, lifespan=lambda dataset: dataset, **options)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("in_order", [True, False])
-async def test_closing_at_every_await_of_a_pipeline(in_order: bool, loop: Any) -> None:
-    """Close while the pipeline is at its k-th await, for every k."""
-    for at in range(200):
+async def test_closing_at_any_await_leaks_nothing(in_order: bool, loop: Any) -> None:
+    """Close while the pipeline is at its await number k, for every k."""
+    for position in range(200):
         with no_leaks():
             mine = asyncio.get_running_loop()
             reached = asyncio.Event()
@@ -146,7 +146,7 @@ async def test_closing_at_every_await_of_a_pipeline(in_order: bool, loop: Any) -
             def hook(mine: Any = mine, reached: asyncio.Event = reached) -> None:
                 mine.call_soon_threadsafe(reached.set)
 
-            dataset, loader = hooked(at, hook, loop=loop, in_order=in_order)
+            dataset, loader = hooked(position, hook, loop=loop, in_order=in_order)
             iterator = aiter(loader)
             task = asyncio.ensure_future(collect(iterator))
             closing = asyncio.ensure_future(reached.wait())
@@ -155,26 +155,26 @@ async def test_closing_at_every_await_of_a_pipeline(in_order: bool, loop: Any) -
             closing.cancel()
             await asyncio.wait([closing])
             await iterator.aclose()
-            found = await task
+            batches = await task
             assert dataset.opened == 0
             del iterator, task
         if not was_reached:
-            assert sorted(found) == EXPECTED
+            assert sorted(batches) == EXPECTED
             return
     raise AssertionError("never ran to the end")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("in_order", [True, False])
-def test_the_end_of_the_callers_loop_at_every_await(in_order: bool) -> None:
-    """``asyncio.run`` cancels all tasks, ours among them, at the k-th await."""
-    for at in range(200):
+def test_ending_the_callers_loop_at_any_await_leaks_nothing(in_order: bool) -> None:
+    """``asyncio.run`` cancels all tasks, the loader's among them, at await number k."""
+    for position in range(200):
         was_reached = False
 
-        async def main(at: int = at) -> None:
+        async def main(position: int = position) -> None:
             nonlocal was_reached
             reached = asyncio.Event()
-            _, loader = hooked(at, reached.set, loop="caller", in_order=in_order)
+            _, loader = hooked(position, reached.set, loop="caller", in_order=in_order)
             task = asyncio.ensure_future(collect(loader))
             waiting = asyncio.ensure_future(reached.wait())
             await asyncio.wait([task, waiting], return_when="FIRST_COMPLETED")
@@ -187,7 +187,7 @@ def test_the_end_of_the_callers_loop_at_every_await(in_order: bool) -> None:
     raise AssertionError("never ran to the end")
 
 
-async def test_reads_under_way_are_cancelled_once_and_may_clean_up() -> None:
+async def test_running_reads_are_cancelled_once_and_may_clean_up() -> None:
     """A read's ``finally`` may await: cancellation is not repeated."""
     cleaned: list[int] = []
     entered = asyncio.Event()
@@ -212,8 +212,7 @@ async def test_reads_under_way_are_cancelled_once_and_may_clean_up() -> None:
     assert sorted(cleaned) == [0, 1, 2, 3, 4]
 
 
-async def test_streams_are_closed_where_they_stand() -> None:
-    """An async generator's ``finally`` has run when ``aclose`` returns."""
+async def test_aclose_waits_for_the_finally_of_a_stream() -> None:
     events: list[str] = []
 
     async def rows() -> Any:
@@ -236,8 +235,8 @@ async def test_streams_are_closed_where_they_stand() -> None:
     assert events == ["closed"] * 2
 
 
-async def test_a_closed_iterator_is_at_its_end() -> None:
-    """Steps after a close end the loop; closing again does nothing."""
+async def test_a_closed_iterator_yields_no_more_batches() -> None:
+    """Closing again does nothing."""
     for make in KINDS:
         iterator = aiter(DataLoader(make(12), batch_size=4))
         await anext(iterator)
@@ -258,7 +257,7 @@ class Never(AsyncMap):
 
 @pytest.mark.parametrize("loop", LOOPS)
 async def test_closing_ends_the_wait_of_another_task(loop: Any) -> None:
-    """Whoever waits sees the end, not a hang."""
+    """The waiting task sees the end of the iteration."""
     loader = DataLoader(Never(), loop=loop)
     task = asyncio.ensure_future(collect(loader))
     for _ in range(10):

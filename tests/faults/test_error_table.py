@@ -3,6 +3,7 @@
 The tables are those of ``docs/guides/errors.md``.
 """
 
+import asyncio
 import re
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,6 @@ from typing import Any
 import pytest
 
 from aioloader import DataLoader
-from aioloader._base.raising import STOPS
 from aioloader.errors import WorkerDiedError
 from faults.error_table import (
     BATCHES,
@@ -29,7 +29,7 @@ from faults.error_table import (
 pytestmark = pytest.mark.slow
 
 PAGE = Path(__file__).parents[2] / "docs" / "guides" / "errors.md"
-# What is delivered: None is the error.
+# What is delivered; None stands for the error.
 FOLLOWS: dict[str, list[Any]] = {
     "the next batch": [BATCHES[0], None, *BATCHES[2:]],
     "the epoch has ended": [BATCHES[0], None],
@@ -37,6 +37,7 @@ FOLLOWS: dict[str, list[Any]] = {
     "all batches came before": [*BATCHES, None],
 }
 EXITS = {"KeyboardInterrupt", "SystemExit"}
+STOPS = (StopIteration, StopAsyncIteration, GeneratorExit, asyncio.CancelledError)
 # The rows of the page for exceptions that it does not name.
 CLASSES = {
     "ValueError": "Exception",
@@ -62,8 +63,7 @@ ARRIVES = {
 ROWS = {place: (end, follows) for place, end, _, follows in rows("## Where it was")}
 
 
-def test_the_page_has_every_place() -> None:
-    """And no other."""
+def test_the_page_has_exactly_the_places_of_the_table() -> None:
     assert set(ROWS) == set(PLACES.values())
 
 
@@ -74,10 +74,10 @@ def runs_in_worker(place: str, way: Mode) -> bool:
     return way.in_processes and not is_ours
 
 
-def check(place: str, kind: str, way: Mode, found: list[Any]) -> None:
-    """Compare what was delivered with the page, and the error with what was raised."""
+def check(place: str, kind: str, way: Mode, outcomes: list[Any]) -> None:
+    """Compare the outcomes with the page, and the error with the raised one."""
     end, follows = ROWS[PLACES[place]]
-    shown = [type(one) if isinstance(one, BaseException) else one for one in found]
+    shown = [type(o) if isinstance(o, BaseException) else o for o in outcomes]
     if f"`{kind}`" in end:
         assert shown in ([[0, 1]], [[0, 1], [2]], [[0, 1], [2], *BATCHES[2:]])
         return
@@ -87,16 +87,16 @@ def check(place: str, kind: str, way: Mode, found: list[Any]) -> None:
         "`RuntimeError`": RuntimeError,
         "`WorkerDiedError`": WorkerDiedError,
     }
-    wanted = [types[arrives] if one is None else one for one in FOLLOWS[follows]]
-    if kind in EXITS:  # raised when it comes; nobody iterates after it
+    wanted = [types[arrives] if o is None else o for o in FOLLOWS[follows]]
+    if kind in EXITS:  # raised when it arrives; iteration stops there
         wanted, shown = (
             [types[arrives]],
             shown[-1:]
             if len(shown) == 1
-            else [one for one in shown if isinstance(one, type)],
+            else [outcome for outcome in shown if isinstance(outcome, type)],
         )
     assert shown == wanted, kind
-    (error,) = [one for one in found if isinstance(one, BaseException)]
+    (error,) = [o for o in outcomes if isinstance(o, BaseException)]
     if types[arrives] is RuntimeError:
         assert type(error.__cause__) is KINDS[kind]
         assert f"raised {kind}" in str(error)
@@ -118,8 +118,8 @@ def cells(*, awaits: bool) -> list[Any]:
 
 
 @pytest.mark.parametrize(("place", "name"), cells(awaits=False))
-def test_for(place: str, name: str) -> None:
-    """Each kind of exception, in a loader of its own."""
+def test_for_has_the_documented_outcome(place: str, name: str) -> None:
+    """Each kind of exception, with a loader of its own."""
     way = MODES[name]
     for kind in KINDS:
         with loader_of(place, kind, way) as loader:
@@ -127,8 +127,7 @@ def test_for(place: str, name: str) -> None:
 
 
 @pytest.mark.parametrize(("place", "name"), cells(awaits=True))
-async def test_async_for(place: str, name: str) -> None:
-    """The same by ``async for``."""
+async def test_async_for_has_the_documented_outcome(place: str, name: str) -> None:
     way = MODES[name]
     for kind in KINDS:
         with loader_of(place, kind, way) as loader:
@@ -144,8 +143,10 @@ IN_PROCESSES = [
 
 @pytest.mark.parametrize(("place", "kind"), sorted(IN_PROCESSES))
 @pytest.mark.parametrize("name", ["fork", "fork, async"])
-def test_processes(name: str, place: str, kind: str) -> None:
-    """A few cells of them."""
+def test_processes_have_the_documented_outcome(
+    name: str, place: str, kind: str
+) -> None:
+    """Some cells of the table."""
     way = MODES[name]
     if way.fits(place):
         with loader_of(place, kind, way) as loader:
@@ -153,35 +154,35 @@ def test_processes(name: str, place: str, kind: str) -> None:
 
 
 class Unsaved(Samples):
-    """A dataset whose state cannot be saved; neither can a sampler's."""
+    """A dataset whose state cannot be saved."""
 
     def state_dict(self) -> Any:
         """Raise."""
-        return self.one(3)
+        return self.check(3)
 
     def load_state_dict(self, state: Any) -> None:
         """Do nothing."""
 
 
 class UnsavedSampler(Unsaved):
-    """The same with an order."""
+    """A sampler whose state cannot be saved."""
 
     def __iter__(self) -> Any:
         return iter(range(len(self)))
 
 
 class UnsavedSteps(PlainSteps):
-    """The same with an iterator."""
+    """An iterator whose state cannot be saved."""
 
     state_dict, load_state_dict = Unsaved.state_dict, Unsaved.load_state_dict
 
 
 @pytest.mark.parametrize("kind", STOPS)
 @pytest.mark.parametrize("options", [{}, {"prefetch_factor": 2}, {"num_workers": 1}])
-def test_a_state_that_cannot_be_saved(
+def test_batches_arrive_though_the_state_cannot_be_saved(
     kind: type[BaseException], options: dict[str, Any]
 ) -> None:
-    """Batches come all the same; who asks for the state gets the error."""
+    """``state_dict()`` raises the error."""
     unsaved = UnsavedSampler(Raiser(kind))
     steps = UnsavedSteps(Raiser(kind))
     cases: list[dict[str, Any]] = [

@@ -21,7 +21,7 @@ class LeaveError(Exception):
 
 
 async def leave(loader: Any, how: str, after: int) -> None:
-    """Take ``after`` batches, then go."""
+    """Take ``after`` batches, then leave the loop."""
     iterator = aiter(loader)
     try:
         taken = 0
@@ -47,12 +47,12 @@ HOWS = ["end", "break", "raise", "close", "close loader", "cancel"]
 
 
 @pytest.mark.slow
-def test_a_thousand_random_exits() -> None:
-    """Threads, descriptors, tasks and children are what they were."""
+def test_a_thousand_random_exits_leak_nothing() -> None:
+    """Threads, descriptors, tasks and child processes."""
     rng = random.Random(5)
     before = Resources.now()
 
-    async def some(number: int) -> None:
+    async def leave_loaders(number: int) -> None:
         for _ in range(number):
             loop: Any = rng.choice(["thread", "caller"])
             in_order = rng.random() < 0.5
@@ -70,7 +70,7 @@ def test_a_thousand_random_exits() -> None:
                 assert isinstance(task.exception(), (LeaveError, type(None)))
 
     for _ in range(20):
-        asyncio.run(some(40))
+        asyncio.run(leave_loaders(40))
     for _ in range(200):
         loader = DataLoader(rng.choice(KINDS)(12), batch_size=2, timeout=60)
         after = rng.randint(1, 7)
@@ -81,7 +81,7 @@ def test_a_thousand_random_exits() -> None:
 
 
 def test_an_entered_loader_that_is_dropped_warns() -> None:
-    """And is released all the same."""
+    """It is released all the same."""
     loader: Any = DataLoader(AsyncMap(), batch_size=2).__enter__()
     list(loader)
     with pytest.warns(ResourceWarning, match="entered and never closed"):
@@ -124,8 +124,8 @@ OPEN_AT_EXIT = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OPEN_AT_EXIT)
-def test_left_open_at_the_interpreters_exit(name: str) -> None:
-    """The process ends, quickly and quietly, but for a ResourceWarning."""
+def test_an_iterator_left_open_does_not_delay_the_exit(name: str) -> None:
+    """The process ends quietly, but for a ResourceWarning."""
     done = python("-W", "default", "-c", IMPORTS + OPEN_AT_EXIT[name])
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
     assert "left open until the interpreter's exit" in done.stderr or (
@@ -137,8 +137,8 @@ def test_left_open_at_the_interpreters_exit(name: str) -> None:
 
 @pytest.mark.linux
 @pytest.mark.slow
-def test_a_supervisor_that_is_ended_amid_a_fork_prints_nothing() -> None:
-    """As by ``multiprocessing``, if a program ends soon after ``iter()``."""
+def test_a_supervisor_that_is_ended_in_a_fork_prints_nothing() -> None:
+    """``multiprocessing`` ends it so if a program ends soon after ``iter()``."""
     code = IMPORTS + (
         "import multiprocessing as m, os\n"
         "def end(): 'super' in m.current_process().name and os.kill(os.getpid(), 15)\n"
@@ -151,8 +151,7 @@ def test_a_supervisor_that_is_ended_amid_a_fork_prints_nothing() -> None:
 
 
 @pytest.mark.slow
-def test_an_uncaught_exception_is_all_that_is_printed() -> None:
-    """No complaint of ours beside the user's traceback."""
+def test_only_the_users_uncaught_exception_is_printed() -> None:
     code = IMPORTS + "for batch in DataLoader(A(), 4): raise KeyError('mine')"
     done = python("-W", "default", "-c", code)
     assert done.returncode == 1
@@ -161,8 +160,8 @@ def test_an_uncaught_exception_is_all_that_is_printed() -> None:
 
 
 @pytest.mark.slow
-def test_a_thread_in_torchs_code_at_the_interpreters_exit() -> None:
-    """It is waited for: else it would end the process by an abort."""
+def test_the_exit_waits_for_a_thread_in_torchs_code() -> None:
+    """Otherwise the thread would abort the process."""
     code = IMPORTS + (
         "torch.set_num_threads(1)\n"
         "started, big = threading.Event(), torch.rand(1500, 1500)\n"
@@ -181,12 +180,12 @@ def test_a_thread_in_torchs_code_at_the_interpreters_exit() -> None:
     assert (done.returncode, done.stderr) == (3, "")
 
 
-# What only a thread has is freed as the thread ends.
+# Thread-local objects are freed as the thread ends.
 MINE = """
 import os
 class Mine(threading.local):
-    def __init__(self): self.one = One()
-class One:
+    def __init__(self): self.tensors = Tensors()
+class Tensors:
     def __del__(self, wait=threading.Event().wait):
         wait(0.2)
         os.write(1, b"freed\\n")  # whole, also of two threads at once
@@ -194,9 +193,9 @@ mine = Mine()
 """
 ENDING = {
     "workers": "for batch in DataLoader(S(), 4, num_workers=2, workers='thread',\n"
-    "                        worker_init_fn=lambda worker: mine.one): break\n",
+    "                        worker_init_fn=lambda worker: mine.tensors): break\n",
     "loop of the caller": "async def go():\n"
-    "    def touch(batch): mine.one; return batch\n"
+    "    def touch(batch): mine.tensors; return batch\n"
     "    loader = DataLoader(A(), 4, loop='caller', transform=touch)\n"
     "    async with loader:\n"
     "        async for batch in loader: break\n"
@@ -206,15 +205,15 @@ ENDING = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ENDING)
-def test_a_thread_that_ends_is_waited_for(name: str) -> None:
-    """It may be freeing a dataset's tensors, which torch does without the GIL."""
+def test_the_exit_waits_for_threads_that_are_ending(name: str) -> None:
+    """One may be freeing a dataset's tensors, which torch does without the GIL."""
     done = python("-W", "ignore", "-c", IMPORTS + MINE + ENDING[name])
     assert (done.returncode, done.stderr, {*done.stdout.split()}) == (0, "", {"freed"})
 
 
 @pytest.mark.slow
-def test_a_stuck_read_does_not_keep_the_interpreter() -> None:
-    """A thread that never returns cannot be joined: the exit goes on without it."""
+def test_a_stuck_read_does_not_block_the_exit() -> None:
+    """A thread that never returns cannot be joined."""
     code = IMPORTS + (
         "import aioloader._pipeline.ahead_feed as it; it.GRACE = 0.1\n"
         "class Stuck(S):\n"
@@ -227,8 +226,10 @@ def test_a_stuck_read_does_not_keep_the_interpreter() -> None:
     assert (done.returncode, done.stdout) == (0, "gave up\n")
 
 
-async def test_a_close_waits_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For the same stuck code; for that of the next iteration, once more."""
+async def test_a_close_waits_once_for_stuck_code(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """For that of the next iteration, once more."""
     monkeypatch.setattr("aioloader._pipeline.runner.GRACE", 0.1)
     begun, go_on = threading.Event(), threading.Event()
 
@@ -254,7 +255,7 @@ async def test_a_close_waits_once(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", ["thread", "process"])
 def test_a_forked_child_with_an_open_iterator_ends_at_once(workers: str) -> None:
-    """It waits for no threads or processes: they are its parent's."""
+    """It does not wait for its parent's threads and processes."""
     code = IMPORTS + (
         "import os\n"
         "from aioloader._pipeline import ahead_feed\n"
@@ -269,8 +270,8 @@ def test_a_forked_child_with_an_open_iterator_ends_at_once(workers: str) -> None
 
 
 @pytest.mark.slow
-def test_python_exits_after_a_loop_that_was_left() -> None:
-    """Its loop's thread ends first: what it reads is cancelled and released."""
+def test_reads_of_an_abandoned_loop_are_released_at_exit() -> None:
+    """The loop's thread ends first."""
     code = IMPORTS + (
         "class Held(A):\n"
         "    async def __getitem__(self, index):\n"
@@ -289,8 +290,8 @@ def test_python_exits_after_a_loop_that_was_left() -> None:
 
 
 @pytest.mark.slow
-def test_a_thread_goes_on_iterating_after_the_main_thread() -> None:
-    """Python waits for it, and the loader serves it to the end."""
+def test_a_thread_may_iterate_after_the_main_thread_ends() -> None:
+    """Python waits for it."""
     code = IMPORTS + (
         "def work():\n"
         "    threading.main_thread().join()\n"

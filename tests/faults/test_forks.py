@@ -1,4 +1,4 @@
-"""What the fork at ``iter()`` leaves as it was, also when several threads fork."""
+"""The fork at ``iter()`` changes nothing in this process, also when threads fork."""
 
 import gc
 import multiprocessing
@@ -18,39 +18,39 @@ pytestmark = pytest.mark.linux
 
 
 class Collecting(Numbers):
-    """Tells whether the garbage collector is on where samples are read."""
+    """Each sample says whether the garbage collector is enabled there."""
 
     def __getitem__(self, index: int) -> bool:
         return gc.isenabled()
 
 
 @pytest.mark.slow
-def test_threads_that_fork_at_once() -> None:
-    """Collectors stay on, here and in every worker."""
-    found: list[Any] = []
+def test_the_collector_stays_on_when_threads_fork_at_once() -> None:
+    """Here, and in every worker."""
+    states: list[Any] = []
 
     def run() -> None:
         for _ in range(4):
-            found.extend(b for b in DataLoader(Collecting(8), None, num_workers=1))
+            states.extend(b for b in DataLoader(Collecting(8), None, num_workers=1))
 
     threads = [threading.Thread(target=run) for _ in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert found == [True] * (3 * 4 * 8)
+    assert states == [True] * (3 * 4 * 8)
     assert gc.isenabled()
 
 
-def test_the_process_stays_no_daemon() -> None:
-    """As it was: ``False``, and not ``None``."""
+def test_a_fork_leaves_the_daemon_flag_false() -> None:
+    """Not ``None``."""
     list(DataLoader(Collecting(), None, num_workers=1))
     assert multiprocessing.current_process().daemon is False
 
 
 @pytest.mark.usefixtures("fork_is_default")
-def test_an_interrupt_as_signals_are_blocked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C just before a fork is raised there, and later ones still come."""
+def test_an_interrupt_before_a_fork_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Later interrupts still arrive: signals are unblocked."""
     change = signal.pthread_sigmask
 
     def interrupted(how: int, mask: Any) -> Any:
@@ -68,8 +68,8 @@ def test_an_interrupt_as_signals_are_blocked(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.usefixtures("fork_is_default")
-def test_joining_all_children_is_bounded() -> None:
-    """A supervisor is among ``active_children()``: who waits for it waits as told."""
+def test_joining_a_supervisor_respects_the_timeout() -> None:
+    """It is among ``active_children()``, which programs join at their end."""
     iterator = iter(DataLoader(Collecting(), None, num_workers=1))
     (supervisor,) = multiprocessing.active_children()
     supervisor.join(timeout=0.01)  # would not return before the iterator is closed
@@ -79,8 +79,8 @@ def test_joining_all_children_is_bounded() -> None:
 
 
 @pytest.mark.usefixtures("fork_is_default")
-def test_a_stopped_supervisor_is_continued_to_end() -> None:
-    """Its workers would not end else."""
+def test_close_ends_a_stopped_supervisor() -> None:
+    """Otherwise its workers would not end."""
     iterator = iter(DataLoader(Collecting(), None, num_workers=1))
     supervisor = pools_of(iterator)._launcher._process.pid
     os.kill(supervisor, signal.SIGSTOP)
@@ -89,7 +89,7 @@ def test_a_stopped_supervisor_is_continued_to_end() -> None:
 
 
 class Stuck(Numbers):
-    """Is unpickled for ever; leaves its process in a file."""
+    """Unpickling never returns; writes the process's ID to a file."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -103,8 +103,8 @@ class Stuck(Numbers):
 
 
 @pytest.mark.slow
-def test_an_unused_iterator_ends_a_supervisor_that_is_stuck(tmp_path: Path) -> None:
-    """It is below the fork server, unpickles, and hears nothing."""
+def test_dropping_an_unused_iterator_ends_a_stuck_supervisor(tmp_path: Path) -> None:
+    """The supervisor, below the fork server, is still unpickling the dataset."""
     path = tmp_path / "pid"
     loader = DataLoader(
         Stuck(path), num_workers=1, multiprocessing_context="forkserver"

@@ -1,4 +1,4 @@
-"""Ctrl-C: all workers go, and nobody waits in vain."""
+"""Ctrl-C: all workers end, and nothing hangs."""
 
 import os
 import signal
@@ -61,7 +61,7 @@ def started(*arguments: str, code: str = SCRIPT) -> "subprocess.Popen[str]":
 
 
 def await_ready(process: "subprocess.Popen[str]") -> None:
-    """Wait until all workers of the script have begun, and it has a batch of each."""
+    """Wait until the script's workers have started, and each loader has a batch."""
     assert process.stdout is not None
     lines = [process.stdout.readline() for _ in range(8 + 1)]
     assert sorted(lines) == ["begun\n"] * 8 + ["ready\n"]
@@ -70,8 +70,8 @@ def await_ready(process: "subprocess.Popen[str]") -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("statement", ["for", "async for"])
-def test_ctrl_c(statement: str, kind: str) -> None:
-    """Of four loops at once, all workers stuck: one KeyboardInterrupt, nothing left."""
+def test_ctrl_c_ends_loops_with_stuck_workers(statement: str, kind: str) -> None:
+    """One KeyboardInterrupt; no process is left."""
     process = started(kind, statement)
     await_ready(process)
     os.killpg(process.pid, signal.SIGINT)
@@ -85,20 +85,20 @@ def test_ctrl_c(statement: str, kind: str) -> None:
 
 
 class Interrupting:
-    """An index, or a sample, that is interrupted while it crosses to this process."""
+    """An index, or a sample, whose unpickling is interrupted."""
 
     def __reduce__(self) -> Any:
         return interrupt, (os.getpid(),)
 
 
 def interrupt(pid: int) -> None:
-    """Raise what Ctrl-C raises, but not where this was pickled."""
+    """Raise KeyboardInterrupt, unless in the process that pickled this."""
     if os.getpid() != pid:
         raise KeyboardInterrupt
 
 
 class InterruptedInPickling(Interrupting):
-    """The same, on its way out, once."""
+    """An index whose pickling is interrupted, once."""
 
     def __init__(self) -> None:
         self.is_over = False
@@ -111,7 +111,7 @@ class InterruptedInPickling(Interrupting):
 
 
 class Crossing:
-    """A dataset that gives its indices; sample -1 is interrupted on its way."""
+    """A dataset of its indices; unpickling sample -1 is interrupted."""
 
     def __getitem__(self, index: Any) -> Any:
         return Interrupting() if index == -1 else index
@@ -120,8 +120,8 @@ class Crossing:
 @pytest.mark.slow
 @pytest.mark.parametrize("is_kept", FLAGS)
 @pytest.mark.parametrize("where", ["out", "in"])
-def test_an_interrupt_while_batches_are_exchanged(where: str, is_kept: bool) -> None:
-    """It is raised at once; later steps do not wait for what is lost."""
+def test_an_interrupt_in_pickling_is_raised_at_once(where: str, is_kept: bool) -> None:
+    """Later steps raise as well, and the next iteration is complete."""
     third: Any = InterruptedInPickling() if where == "out" else -1
     indices = [0, 1, third, 3, 4, 5]
     loader: Any = DataLoader(
@@ -206,8 +206,8 @@ next(batches)
         ("caller", "async for"),
     ],
 )
-def test_an_interrupt_that_does_not_wake_the_thread(way: str, statement: str) -> None:
-    """The kernel gave it to another thread, or just before the main one fell asleep."""
+def test_an_interrupt_that_wakes_no_thread_is_raised(way: str, statement: str) -> None:
+    """Another thread handled the signal, or it came just before the main one waited."""
     process = started(way, statement, code=UNNOTICED)
     _, errors = process.communicate(timeout=40)
     assert process.returncode == -signal.SIGINT, errors
@@ -219,8 +219,8 @@ def test_an_interrupt_that_does_not_wake_the_thread(way: str, statement: str) ->
 
 @pytest.mark.linux
 @pytest.mark.slow
-def test_an_interrupt_while_the_fork_server_starts() -> None:
-    """A terminal sends it to all processes; the fork server is not ended by it."""
+def test_an_interrupt_does_not_end_a_starting_fork_server() -> None:
+    """A terminal sends it to all processes."""
     server = ForkServer()
     try:
         os.kill(server.pid, signal.SIGINT)

@@ -1,4 +1,4 @@
-"""Workers that are new interpreters: what they survive, and that nothing is left."""
+"""Workers that are new interpreters: which faults they survive, and that none leak."""
 
 import errno
 from pathlib import Path
@@ -28,8 +28,8 @@ class Large:
 
 
 @pytest.mark.parametrize("act", [sleep_forever, spin_in_c, stop_itself])
-def test_one_that_is_stuck_is_named(act: Any) -> None:
-    """With its stack, also where it has the GIL, or is stopped."""
+def test_a_stuck_interpreter_is_named(act: Any) -> None:
+    """With its stack, also where it holds the GIL, or is stopped."""
     loader = DataLoader(Faulty(8, (5,), act), 4, timeout=8, **SPAWNED)
     with pytest.raises(BatchTimeoutError) as caught:
         list(loader)
@@ -40,7 +40,7 @@ def test_one_that_is_stuck_is_named(act: Any) -> None:
     loader.close()
 
 
-def test_one_that_is_stuck_is_replaced(tmp_path: Path) -> None:
+def test_a_stuck_interpreter_is_replaced(tmp_path: Path) -> None:
     data = Faulty(24, (5,), sleep_forever, tmp_path)
     loader = DataLoader(data, 4, timeout=10, on_timeout="restart", **SPAWNED)
     assert [i for batch in loader for i in batch[-1].tolist()] == [*range(24)]
@@ -48,10 +48,10 @@ def test_one_that_is_stuck_is_replaced(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EMFILE])
-def test_where_there_is_no_memory_to_lend(
+def test_batches_come_by_pipe_without_shared_memory(
     number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without room, or a descriptor, batches come by pipe, and are writable."""
+    """They are writable."""
 
     def refused(_nbytes: int) -> Any:
         raise OSError(number, "nothing left")
@@ -91,8 +91,8 @@ else:
 @pytest.mark.parametrize(
     ("mode", "shown"), [("open", "32"), ("interrupted", "interrupted")]
 )
-def test_scripts_end_without_a_word(mode: str, shown: str, tmp_path: Path) -> None:
-    """Nor does a resource tracker say one; no process has its output open."""
+def test_scripts_end_silently(mode: str, shown: str, tmp_path: Path) -> None:
+    """The resource tracker prints nothing; no process holds the output open."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT, encoding="utf-8")
     result = python("-W", "error", script, shown)

@@ -1,4 +1,4 @@
-"""Whose children workers are: forked by a supervisor, ended with it and the parent."""
+"""The supervisor forks the workers; they end with it and with the parent."""
 
 import os
 import signal
@@ -30,20 +30,20 @@ os.register_at_fork(after_in_parent=lambda: FORKS.append(os.getpid()))
 
 def killed(iterator: Any) -> list[Any]:
     """Return the batches of an epoch in which each worker is killed once."""
-    found = [next(iterator)]
+    batches = [next(iterator)]
     pool = pools_of(iterator)
     for pid in pids_of(pool).values():
         await_ready(pool)  # three deaths in a row before that would be too many
         os.kill(pid, signal.SIGKILL)
         await_gone([pid])
-        found.append(next(iterator))
-    return found + list(iterator)
+        batches.append(next(iterator))
+    return batches + list(iterator)
 
 
 @pytest.mark.linux
 @pytest.mark.usefixtures("fork_is_default")
 def test_this_process_is_forked_once_per_epoch() -> None:
-    """Workers, and their replacements, are children of the supervisor."""
+    """Workers and their replacements are children of the supervisor."""
     loader = DataLoader(range(64), 2, num_workers=2)
     FORKS.clear()
     for epochs in (1, 2):
@@ -52,7 +52,7 @@ def test_this_process_is_forked_once_per_epoch() -> None:
 
 
 async def used(loader: Any, how: str, *, is_async: bool) -> Any:
-    """Iterate over a loader; return an iterator that is still open, if it is kept."""
+    """Iterate over a loader; return the open iterator if it is kept."""
     if is_async:
         iterator = aiter(loader)
         await anext(iterator)
@@ -74,7 +74,7 @@ async def used(loader: Any, how: str, *, is_async: bool) -> Any:
 async def test_no_process_outlives_a_close(
     way: Any, is_kept: bool, how: str, is_async: bool
 ) -> None:
-    """Nor a supervisor, nor workers whose iterator was dropped before."""
+    """Neither a supervisor, nor workers whose iterator was dropped before."""
     before = Resources.now().children
     options: Any = {"persistent_workers": is_kept, "multiprocessing_context": way}
     loader = DataLoader[Any](range(64), 2, num_workers=2, **options)
@@ -115,7 +115,7 @@ class Parents:
 
 
 def await_marks(marks: Marks, number: int) -> list[int]:
-    """Return so many processes that have left marks, and run."""
+    """Return the processes that left ``number`` marks; all of them run."""
     while len(marks) < number:
         os.sched_yield()
     pids = marks.pids()
@@ -126,7 +126,7 @@ def await_marks(marks: Marks, number: int) -> list[int]:
 @pytest.mark.parametrize("how", ["end", "break", "close", "worker killed"])
 @pytest.mark.parametrize("way", WAYS)
 def test_children_of_workers_end_with_them(way: Any, how: str, marks: Marks) -> None:
-    """Whether the epoch ends, or is left, or the worker is killed."""
+    """Whether the epoch ends, is left, or the worker is killed."""
     loader = DataLoader(Parents(marks), 4, num_workers=1, multiprocessing_context=way)
     iterator = iter(loader)
     next(iterator)
@@ -166,7 +166,7 @@ if __name__ == "__main__":
 @pytest.mark.slow
 @pytest.mark.parametrize("way", [None, "fork", "forkserver", "spawn"])
 def test_workers_end_with_their_parent(way: str | None, tmp_path: Path) -> None:
-    """Killed by SIGKILL, while one of them and its child are stuck."""
+    """After SIGKILL, while one of them and its child are stuck."""
     script = tmp_path / "parent.py"
     script.write_text(PARENT)
     process = subprocess.Popen(
@@ -190,12 +190,12 @@ from aioloader import DataLoader
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, lambda *_: print("saving", flush=True))
     way = sys.argv[1] if sys.argv[1:] else None
-    found = []
+    labels = []
     for batch in DataLoader(range(40), 2, num_workers=2, multiprocessing_context=way):
-        found += batch.tolist()
-        if len(found) == 8:
+        labels += batch.tolist()
+        if len(labels) == 8:
             os.killpg(0, signal.SIGTERM)
-    assert found == [*range(40)]
+    assert labels == [*range(40)]
 """
 
 
@@ -213,8 +213,8 @@ def test_each_worker_leads_a_session(way: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", [None, "forkserver"])
-def test_a_terminated_group_may_save_first(way: str | None, tmp_path: Path) -> None:
-    """Preemption: a handler of SIGTERM; workers and their supervisor go on."""
+def test_sigterm_to_the_group_ends_no_epoch(way: str | None, tmp_path: Path) -> None:
+    """Preemption: the program's handler runs; workers and supervisor continue."""
     script = tmp_path / "group.py"
     script.write_text(TERMINATED)
     ended = python(script, *([way] if way else []), start_new_session=True)
@@ -238,7 +238,7 @@ for num_workers in (0, 1):
 
 
 @pytest.mark.slow
-def test_closed_standard_streams() -> None:
+def test_a_loader_works_with_closed_standard_streams() -> None:
     """As `<&-` in a shell; libuv would abort when it closes descriptor 0."""
     command = ["sh", "-c", 'exec "$0" -c "$1" <&- >&-', sys.executable, CLOSED]
     ended = subprocess.run(command, capture_output=True, check=False, timeout=60)

@@ -1,4 +1,4 @@
-"""Corners that a review found broken, kept shut."""
+"""Rare orders of cancellation and closing that once went wrong."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -50,10 +50,10 @@ class StubbornStream(AsyncStream):
     [Stubborn(returns=True), Stubborn(returns=False), StubbornStream()],
     ids=["returns", "raises", "stream"],
 )
-async def test_user_code_that_swallows_its_cancellation(
+async def test_user_code_that_swallows_cancellation_can_be_closed(
     dataset: Any, loop: Any
 ) -> None:
-    """It comes only once, and is enough."""
+    """The cancellation is sent only once."""
     with no_leaks():
         iterator = aiter(DataLoader(dataset, batch_size=1, loop=loop))
         await anext(iterator)
@@ -61,8 +61,8 @@ async def test_user_code_that_swallows_its_cancellation(
 
 
 @pytest.mark.parametrize("is_plain", [False, True])
-async def test_a_cancelled_first_step_of_a_long_permutation(is_plain: Any) -> None:
-    """What was drawn for it is not lost; a plain step waits for the thread."""
+async def test_cancelling_the_draw_of_a_long_order_loses_nothing(is_plain: Any) -> None:
+    """A plain step waits for the thread that draws."""
     dataset = TensorDataset(torch.arange(1 << 19))
     iterator = aiter(DataLoader(dataset, batch_size=1 << 17, shuffle=True))
     task = asyncio.ensure_future(anext(iterator))
@@ -75,14 +75,14 @@ async def test_a_cancelled_first_step_of_a_long_permutation(is_plain: Any) -> No
         parts = await asyncio.gather(*(collect(iterator) for _ in range(2)))
     if not task.cancelled():  # the draw took less than a turn of the loop
         parts.append([task.result()])
-    found = [batch[0] for part in parts for batch in part]
-    assert torch.equal(torch.cat(found).sort().values, dataset.tensors[0])
+    batches = [batch[0] for part in parts for batch in part]
+    assert torch.equal(torch.cat(batches).sort().values, dataset.tensors[0])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("consumers", [2, 3, 6])
-async def test_tasks_that_share_long_permutations(consumers: int) -> None:
-    """No task draws while the thread of another one does (so again at the end)."""
+async def test_tasks_that_share_a_long_order_lose_nothing(consumers: int) -> None:
+    """A task does not draw while another one's thread does, at the end neither."""
     dataset = TensorDataset(torch.arange(1 << 18))
     loader = DataLoader(
         dataset, batch_size=1 << 16, shuffle=True, generator=torch.Generator()
@@ -90,12 +90,12 @@ async def test_tasks_that_share_long_permutations(consumers: int) -> None:
     for _ in range(10):
         iterator = aiter(loader)
         parts = await asyncio.gather(*(collect(iterator) for _ in range(consumers)))
-        found = torch.cat([batch[0] for part in parts for batch in part])
-        assert torch.equal(found.sort().values, dataset.tensors[0])
+        indices = torch.cat([batch[0] for part in parts for batch in part])
+        assert torch.equal(indices.sort().values, dataset.tensors[0])
 
 
-async def test_all_tasks_are_cancelled_before_a_pipeline_takes_its_first_step() -> None:
-    """As a service does that gives up: closing waits for nothing, and says nothing."""
+async def test_cancelling_all_tasks_before_the_first_step_is_clean() -> None:
+    """A service may do so; closing neither waits nor prints."""
     async with DataLoader(AsyncMap(8), batch_size=2, loop="caller") as loader:
         iterator = aiter(loader)
         step = asyncio.ensure_future(anext(iterator))
@@ -110,8 +110,8 @@ async def test_all_tasks_are_cancelled_before_a_pipeline_takes_its_first_step() 
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-async def test_the_exit_of_one_iterator_leaves_its_siblings_alone(loop: Any) -> None:
-    """Its error is its own, and no group."""
+async def test_an_iterators_exit_leaves_its_siblings_alone(loop: Any) -> None:
+    """Its error is raised as it is, in no group."""
 
     class Table:
         async def __aiter__(self) -> AsyncIterator[int]:
@@ -122,19 +122,18 @@ async def test_the_exit_of_one_iterator_leaves_its_siblings_alone(loop: Any) -> 
                 raise ValueError("cursor")
 
     loader = DataLoader(Table(), batch_size=2, loop=loop)
-    one, other = aiter(loader), aiter(loader)
-    await anext(one)
-    found = [(await anext(other)).tolist()]
+    first, second = aiter(loader), aiter(loader)
+    await anext(first)
+    batches = [(await anext(second)).tolist()]
     with pytest.raises(ValueError, match="cursor"):
-        await one.aclose()
+        await first.aclose()
     with pytest.raises(ValueError, match="cursor"):
         while True:
-            found.append((await anext(other)).tolist())
-    assert found == [[row, row + 1] for row in range(0, 2_000, 2)]
+            batches.append((await anext(second)).tolist())
+    assert batches == [[row, row + 1] for row in range(0, 2_000, 2)]
 
 
-def test_nested_with_blocks() -> None:
-    """The inner one closes nothing that the outer still needs."""
+def test_an_inner_with_block_closes_no_outer_iterator() -> None:
     loader = DataLoader(AsyncMap(16), batch_size=4)
     with loader:
         iterator = iter(loader)

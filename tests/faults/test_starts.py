@@ -36,7 +36,7 @@ from python_process import python
 
 
 def skip_unless_unpickled(way: Any, place: str) -> None:
-    """Skip what does not happen: a forked worker inherits the dataset."""
+    """Skip what cannot happen: a forked worker inherits the dataset."""
     if place == "unpickle" and way in {None, "fork"}:
         pytest.skip("nothing is unpickled")
 
@@ -48,10 +48,10 @@ def skip_unless_unpickled(way: Any, place: str) -> None:
 @pytest.mark.parametrize("is_kept", [False, True])
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("way", WAYS)
-def test_an_exception_is_raised_once(
+def test_an_exception_at_a_start_is_raised_once(
     way: Any, place: str, is_kept: bool, marks: Marks
 ) -> None:
-    """The user's error, at the first start: no worker is started again."""
+    """No worker is started again."""
     skip_unless_unpickled(way, place)
     dataset = kinds_at(place)(marks, place, refuse)
     loader = loader_of(dataset, multiprocessing_context=way, persistent_workers=is_kept)
@@ -80,7 +80,7 @@ class Data(list):
     [("raise LookupError('planted')", LookupError, 1), ("os._exit(3)", WorkerError, 3)],
     ids=["raises", "exits"],
 )
-def test_a_module_that_cannot_be_imported(
+def test_a_module_that_cannot_be_imported_is_an_error(
     way: Any,
     act: str,
     error: type[Exception],
@@ -89,7 +89,7 @@ def test_a_module_that_cannot_be_imported(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of the dataset; where workers do not inherit it."""
+    """Where workers unpickle the dataset."""
     (tmp_path / "planted_module.py").write_text(MODULE)
     monkeypatch.syspath_prepend(tmp_path)
     for name, value in (("MARKS", marks.path), ("HOME_PID", os.getpid()), ("ACT", act)):
@@ -117,8 +117,10 @@ def test_a_module_that_cannot_be_imported(
 @pytest.mark.parametrize("act", DEATHS)
 @pytest.mark.parametrize("place", ["init", "read", "iterate"])
 @pytest.mark.parametrize("way", WAYS)
-def test_a_death_is_tried_thrice(way: Any, place: str, act: Act, marks: Marks) -> None:
-    """An error that says so; no more than three starts for each worker."""
+def test_a_worker_has_three_starts(
+    way: Any, place: str, act: Act, marks: Marks
+) -> None:
+    """The error says so."""
     dataset = kinds_at(place)(marks, place, act)
     loader = loader_of(dataset, multiprocessing_context=way)
     words = r"DataLoader worker \(pid"
@@ -131,8 +133,8 @@ def test_a_death_is_tried_thrice(way: Any, place: str, act: Act, marks: Marks) -
 
 
 @pytest.mark.parametrize("way", UNPICKLED)
-def test_a_death_while_unpickling(way: Any, marks: Marks) -> None:
-    """The same, before the worker has run anything of ours."""
+def test_a_death_while_unpickling_is_an_error(way: Any, marks: Marks) -> None:
+    """After three starts of each worker."""
     loader = loader_of(Planted(marks, "unpickle", leave), multiprocessing_context=way)
     with pytest.raises(WorkerError):
         list(loader)
@@ -142,8 +144,8 @@ def test_a_death_while_unpickling(way: Any, marks: Marks) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
-def test_one_of_two_workers_dies_at_each_start(way: Any, marks: Marks) -> None:
-    """The other one delivers meanwhile; that does not buy the first more starts."""
+def test_a_worker_that_always_dies_has_three_starts(way: Any, marks: Marks) -> None:
+    """Batches of the other worker give it no more of them."""
     dataset = Planted(marks, "init", kill_itself, only=1)
     loader = loader_of(dataset, multiprocessing_context=way)
     with pytest.raises(WorkerError):
@@ -154,8 +156,8 @@ def test_one_of_two_workers_dies_at_each_start(way: Any, marks: Marks) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", FORKED)
-def test_a_death_at_the_first_start_only(way: Any, marks: Marks) -> None:
-    """The second start succeeds, and the epoch is whole."""
+def test_a_death_at_the_first_start_loses_nothing(way: Any, marks: Marks) -> None:
+    """The second start succeeds."""
 
     def first_two() -> None:
         if len(marks) <= WORKERS:
@@ -169,8 +171,10 @@ def test_a_death_at_the_first_start_only(way: Any, marks: Marks) -> None:
     assert len(marks) <= STARTS * WORKERS
 
 
-def test_deaths_are_logged(marks: Marks, caplog: pytest.LogCaptureFixture) -> None:
-    """By the logger of the package: which worker, which process, and of what."""
+def test_deaths_are_logged_with_pid_and_signal(
+    marks: Marks, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The logger is the package's."""
 
     def once() -> None:
         if len(marks) == 1:
@@ -178,7 +182,7 @@ def test_deaths_are_logged(marks: Marks, caplog: pytest.LogCaptureFixture) -> No
 
     with caplog.at_level(logging.WARNING, "aioloader"):
         list(loader_of(Planted(marks, "init", once, only=0)))
-    (record,) = [one for one in caplog.records if one.name.startswith("aioloader")]
+    (record,) = [log for log in caplog.records if log.name.startswith("aioloader")]
     assert str(marks.pids()[0]) in record.getMessage()
     assert "SIGKILL" in record.getMessage()
 
@@ -189,8 +193,8 @@ def test_deaths_are_logged(marks: Marks, caplog: pytest.LogCaptureFixture) -> No
 @pytest.mark.slow
 @pytest.mark.parametrize("place", ["init", "iterate", "unpickle"])
 @pytest.mark.parametrize("way", WAYS)
-def test_a_worker_stuck_at_its_start(way: Any, place: str, marks: Marks) -> None:
-    """``timeout`` counts user code; the worker does not outlive the loader."""
+def test_the_timeout_covers_stuck_starts(way: Any, place: str, marks: Marks) -> None:
+    """The worker does not outlive the loader."""
     skip_unless_unpickled(way, place)
     dataset = kinds_at(place)(marks, place, sleep_forever)
     loader = loader_of(dataset, multiprocessing_context=way, timeout=0.5)
@@ -204,7 +208,6 @@ def test_a_worker_stuck_at_its_start(way: Any, place: str, marks: Marks) -> None
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_close_ends_a_worker_stuck_at_its_start(way: Any, marks: Marks) -> None:
-    """Without a timeout, too."""
     dataset = Planted(marks, "init", sleep_forever)
     loader = loader_of(dataset, multiprocessing_context=way)
     iterator = iter(loader)
@@ -242,8 +245,8 @@ for dataset, options in (
 
 
 @pytest.mark.slow
-def test_what_would_hang_in_a_program_of_gevents_raises() -> None:
-    """A plain ``for`` works there; for anything else an error names gevent."""
+def test_what_would_hang_under_gevent_raises() -> None:
+    """A plain ``for`` works; for anything else an error names gevent."""
     run = python("-c", PATCHED, timeout=60)
     first, *rest = run.stdout.splitlines()
     assert (first, rest) == ("[[1, 2]]", ["gevent has patched threading"] * 4)

@@ -1,4 +1,4 @@
-"""A worker that does not come back: it is named, with its stack, or replaced."""
+"""A stuck worker is named, with its stack, or replaced."""
 
 import threading
 from pathlib import Path
@@ -44,7 +44,7 @@ def raised(loader: DataLoader[Any], consume: Any) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("consume", CONSUMERS)
 @pytest.mark.parametrize("act", STUCK)
-def test_the_stuck_worker_is_named(act: Any, consume: Any) -> None:
+def test_a_timeout_names_the_stuck_worker(act: Any, consume: Any) -> None:
     """Batch, worker, pid, stage, and its Python stack, even when it is stopped."""
     loader = DataLoader(
         Faulty(8, (5,), act), 4, num_workers=1, timeout=TIMEOUT, persistent_workers=True
@@ -58,8 +58,7 @@ def test_the_stuck_worker_is_named(act: Any, consume: Any) -> None:
 
 
 @pytest.mark.slow
-def test_the_stage_is_named() -> None:
-    """A transform and a collate function can be stuck as well."""
+def test_a_timeout_names_the_stuck_stage() -> None:
     for stage in ("transform", "collate_fn"):
         options: Any = {stage: stuck, "num_workers": 1, "persistent_workers": True}
         loader = DataLoader[Any](range(8), 4, timeout=TIMEOUT, **options)
@@ -76,8 +75,7 @@ def stuck(_: Any) -> None:
     sleep_forever()
 
 
-def test_async_code_that_is_stuck() -> None:
-    """The worker's loop is blocked: its thread is shown."""
+def test_a_timeout_shows_the_stack_of_a_blocked_loop() -> None:
     loader = DataLoader(
         AsyncFaulty(8, (5,), sleep_forever),
         4,
@@ -96,19 +94,21 @@ def test_async_code_that_is_stuck() -> None:
 @pytest.mark.parametrize(
     ("of", "act"), [*((Faulty, act) for act in STUCK), (AsyncFaulty, stop_itself)]
 )
-def test_restart(of: Any, act: Any, consume: Any, tmp_path: Path, caplog: Any) -> None:
-    """Each sample comes once, also what else it had in hand; the log says why."""
+def test_a_restart_loses_no_sample(
+    of: Any, act: Any, consume: Any, tmp_path: Path, caplog: Any
+) -> None:
+    """Nor other batches of the stuck worker; the log says why it was killed."""
     dataset = of(48, (5,), act, tmp_path)
     loader = DataLoader[Any](dataset, 4, concurrency=16, **RESTART)
-    found = consume(loader)
-    assert [i for batch in found for i in batch[-1].tolist()] == list(range(48))
+    batches = consume(loader)
+    assert [i for batch in batches for i in batch[-1].tolist()] == list(range(48))
     assert "died, by SIGKILL, from on_timeout='restart'; it is" in caplog.text
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("consume", CONSUMERS)
-def test_a_batch_that_is_stuck_twice(consume: Any) -> None:
-    """It is not restarted for ever."""
+def test_a_batch_that_is_stuck_twice_is_an_error(consume: Any) -> None:
+    """It is not restarted forever."""
     dataset = Faulty(24, (5,), sleep_forever)
     loader = DataLoader[Any](dataset, 4, persistent_workers=True, **RESTART)
     start_workers(loader)
@@ -119,8 +119,8 @@ def test_a_batch_that_is_stuck_twice(consume: Any) -> None:
     loader.close()
 
 
-def test_a_timeout_is_followed_by_the_batch(tmp_path: Path) -> None:
-    """The batch was on its way: the next step waits for it again."""
+def test_a_batch_that_timed_out_can_arrive_later(tmp_path: Path) -> None:
+    """The next step waits for it again."""
     loader = DataLoader(
         Faulty(8, (5,), stop_itself, tmp_path), 4, num_workers=1, timeout=TIMEOUT
     )
@@ -134,24 +134,24 @@ def test_a_timeout_is_followed_by_the_batch(tmp_path: Path) -> None:
     assert next(iterator)[2].tolist() == [4, 5, 6, 7]
 
 
-def test_a_stuck_replica_that_is_restarted() -> None:
-    """Its stream cannot be begun again: it is over, with an error."""
+def test_restarting_a_stuck_replica_ends_its_stream() -> None:
+    """It cannot be restarted in the middle, so it ends with an error."""
     dataset = FaultyStream(8, (1004,), sleep_forever)
     loader = DataLoader(
         dataset, 4, num_workers=2, timeout=TIMEOUT, on_timeout="restart", in_order=True
     )
     iterator = iter(loader)
     await_ready(pools_of(iterator))
-    found: list[Any] = []
+    labels: list[Any] = []
     with pytest.raises(WorkerDiedError):
         for batch in iterator:
-            found += batch.tolist()
-    found += [i for batch in iterator for i in batch.tolist()]
-    assert sorted(found) == [*range(8), *range(1000, 1004)]
+            labels += batch.tolist()
+    labels += [i for batch in iterator for i in batch.tolist()]
+    assert sorted(labels) == [*range(8), *range(1000, 1004)]
 
 
-def test_a_stuck_thread_is_shown() -> None:
-    """Worker threads cannot be killed, but they can be looked at."""
+def test_a_timeout_shows_the_stack_of_a_stuck_thread() -> None:
+    """Threads cannot be killed."""
     released = threading.Event()
 
     class Stuck(Faulty):

@@ -41,7 +41,7 @@ class LeaveError(Exception):
 
 
 def refuse() -> None:
-    """As a broken dataset does."""
+    """Raise an error, as a broken dataset does."""
     raise LeaveError
 
 
@@ -53,7 +53,7 @@ def made(how: str, kind: Any, **options: Any) -> DataLoader[Any]:
 
 
 def leave(loader: DataLoader[Any], how: str) -> None:
-    """Go, in one of the ways of a ``for`` loop."""
+    """Leave a ``for`` loop in one of several ways."""
     for number, _ in enumerate(loader):
         if how == "break" and number == 2:
             break
@@ -62,7 +62,7 @@ def leave(loader: DataLoader[Any], how: str) -> None:
 
 
 async def leave_async(loader: DataLoader[Any], how: str) -> None:
-    """Go, in one of the ways of an ``async for`` loop."""
+    """Leave an ``async for`` loop in one of several ways."""
     number = 0
     async for _ in loader:
         number += 1
@@ -92,8 +92,10 @@ CELLS = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("how", "kind", "in_order", "is_kept"), CELLS)
-def test_for(how: str, kind: Any, in_order: bool, is_kept: bool) -> None:
-    """The loader is dropped, not closed: that must be enough."""
+def test_leaving_a_for_loop_releases_everything(
+    how: str, kind: Any, in_order: bool, is_kept: bool
+) -> None:
+    """The loader is dropped, not closed."""
     with no_leaks():
         loader = made(how, kind, in_order=in_order, persistent_workers=is_kept)
         try:
@@ -109,10 +111,10 @@ def test_for(how: str, kind: Any, in_order: bool, is_kept: bool) -> None:
     [*CELLS, *(cell("cancel", kind, True, flag) for kind in KINDS for flag in FLAGS)],
 )
 @pytest.mark.parametrize("run", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
-def test_async_for(
+def test_leaving_an_async_for_loop_releases_everything(
     run: Any, how: str, kind: Any, in_order: bool, is_kept: bool
 ) -> None:
-    """The same; besides, tasks can be cancelled."""
+    """By cancellation, too."""
     with no_leaks():
         loader = made(how, kind, in_order=in_order, persistent_workers=is_kept)
         try:
@@ -128,8 +130,8 @@ def test_async_for(
 @pytest.mark.slow
 @pytest.mark.parametrize("is_kept", FLAGS)
 @pytest.mark.parametrize("kind", ["process", "forkserver"])
-def test_close_while_a_worker_is_stuck(kind: str, is_kept: bool) -> None:
-    """It is asked, then terminated: a matter of seconds."""
+def test_close_ends_a_stuck_worker(kind: str, is_kept: bool) -> None:
+    """It is asked to end, then terminated."""
     options: Any = {"num_workers": 2, "persistent_workers": is_kept, **workers_by(kind)}
     loader = DataLoader[Any](Faulty(40, (9,), sleep_forever), 4, **options)
     iterator = iter(loader)
@@ -140,8 +142,8 @@ def test_close_while_a_worker_is_stuck(kind: str, is_kept: bool) -> None:
 
 
 @pytest.mark.slow
-def test_close_while_workers_are_busy() -> None:
-    """They end after the batch that they are at."""
+def test_close_ends_busy_workers() -> None:
+    """They end after their current batch."""
     loader = DataLoader(Faulty(4000), 4, num_workers=2, persistent_workers=True)
     iterator = iter(loader)
     next(iterator)
@@ -156,7 +158,7 @@ def test_close_while_workers_are_busy() -> None:
 def test_closing_kept_workers_that_stream_is_silent(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """Requests that wait in a worker are dropped with it, without a word."""
+    """Requests that wait in a worker are dropped with it."""
     loader: Any = DataLoader(
         AsyncSharded(24), 4, num_workers=2, fetch="workers", persistent_workers=True
     )
@@ -176,7 +178,7 @@ def test_a_dropped_iterator_is_released_by_the_collector() -> None:
 
 
 def test_dropped_workers_of_multiprocessing_are_reaped() -> None:
-    """Nobody waits for them; yet no zombie stays."""
+    """No zombie stays."""
     loader = DataLoader(Faulty(), 4, num_workers=2, multiprocessing_context="fork")
     iterator = iter(loader)
     next(iterator)
@@ -191,22 +193,21 @@ def test_dropped_workers_of_multiprocessing_are_reaped() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", MARKED)
 @pytest.mark.parametrize("is_kept", FLAGS)
-def test_two_iterators_at_once(kind: Any, is_kept: bool) -> None:
-    """Each sees all batches; what is persistent is shared."""
+def test_two_iterators_at_once_each_see_all_batches(kind: Any, is_kept: bool) -> None:
+    """They share persistent workers."""
     loader = DataLoader(
         Faulty(), 4, num_workers=2, **workers_by(kind), persistent_workers=is_kept
     )
     with loader:
-        one, other = iter(loader), iter(loader)
-        pairs = list(zip(one, other, strict=True))
+        first, second = iter(loader), iter(loader)
+        pairs = list(zip(first, second, strict=True))
     labels = [[i for pair in pairs for i in pair[k][2].tolist()] for k in (0, 1)]
     assert labels == [list(range(24))] * 2
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", MARKED)
-async def test_two_tasks_on_persistent_workers(kind: Any) -> None:
-    """One loop watches for both."""
+async def test_tasks_share_persistent_workers(kind: Any) -> None:
     loader = DataLoader(
         Faulty(200), 4, num_workers=2, **workers_by(kind), persistent_workers=True
     )
@@ -215,25 +216,24 @@ async def test_two_tasks_on_persistent_workers(kind: Any) -> None:
         return [i async for batch in loader for i in batch[2].tolist()]
 
     async with loader:
-        found = list(await asyncio.gather(read(), read(), read()))
-    assert found == [list(range(200))] * 3
+        labels = list(await asyncio.gather(read(), read(), read()))
+    assert labels == [list(range(200))] * 3
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", MARKED)
-def test_one_iterator_in_two_threads(kind: Any) -> None:
+def test_two_threads_share_an_iterator(kind: Any) -> None:
     """Each batch goes to one of them, and both see the end."""
     iterator = iter(DataLoader(Faulty(400), 4, num_workers=2, **workers_by(kind)))
     with ThreadPoolExecutor(2) as threads:
         parts: Any = threads.map(list, [iterator, iterator])
-    found = [i for batch in itertools.chain(*parts) for i in batch[2].tolist()]
-    assert sorted(found) == [*range(400)]
+    labels = [i for batch in itertools.chain(*parts) for i in batch[2].tolist()]
+    assert sorted(labels) == [*range(400)]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", MARKED)
-async def test_in_a_thread_beside_a_loop(kind: Any) -> None:
-    """``for`` in another thread than the main one, with a death."""
+async def test_a_thread_beside_a_running_loop_may_iterate(kind: Any) -> None:
     loader = DataLoader(Faulty(), 4, num_workers=2, **workers_by(kind))
     assert len(await beside(lambda: list(loader))) == 6
 
@@ -244,14 +244,14 @@ async def test_in_a_thread_beside_a_loop(kind: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [MARKED[0], MARKED[2]])
 @pytest.mark.parametrize("is_kept", FLAGS)
-def test_a_forked_child_leaves_its_parents_workers(kind: str, is_kept: bool) -> None:
-    """Its copies are dropped, and it iterates with workers of its own."""
+def test_a_forked_child_has_workers_of_its_own(kind: str, is_kept: bool) -> None:
+    """It drops its copies of the parent's."""
     options = workers_by(kind)
     loader = DataLoader(
         Pids(400), 4, num_workers=2, persistent_workers=is_kept, **options
     )
     iterator = iter(loader)
-    found = [next(iterator)]
+    batches = [next(iterator)]
     pids = pids_of(pools_of(iterator))
     child = os.fork()
     if child == 0:
@@ -265,23 +265,23 @@ def test_a_forked_child_leaves_its_parents_workers(kind: str, is_kept: bool) -> 
         finally:
             os._exit(status)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    found += iterator
-    assert {pid for batch in found for pid in batch.tolist()} <= set(pids.values())
-    assert len(found) == 100
+    batches += iterator
+    assert {pid for batch in batches for pid in batch.tolist()} <= set(pids.values())
+    assert len(batches) == 100
     loader.close()
 
 
 @pytest.mark.slow
-def test_pickling_a_loader_with_live_workers() -> None:
-    """The copy has workers of its own; the original goes on."""
+def test_a_pickled_loader_has_workers_of_its_own() -> None:
+    """The original continues."""
     loader = DataLoader(Faulty(), 4, num_workers=2, persistent_workers=True)
     torch.manual_seed(1)
     iterator = iter(loader)
-    found = [next(iterator)]
+    batches = [next(iterator)]
     copy = pickle.loads(pickle.dumps(loader))
     assert len(list(copy)) == 6
-    found += iterator
-    assert len(found) == 6
+    batches += iterator
+    assert len(batches) == 6
     assert set(workers_of(copy).values()).isdisjoint(workers_of(loader).values())
     copy.close()
     loader.close()

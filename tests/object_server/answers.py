@@ -58,9 +58,9 @@ class Shelf:
 
     def get(self, name: str) -> Stored | None:
         """Return the current version of ``name``."""
-        found = self._stored.get(name)
-        if found is not None or self._make is None or name not in self._sizes:
-            return found
+        stored = self._stored.get(name)
+        if stored is not None or self._make is None or name not in self._sizes:
+            return stored
         size = self._sizes[name]
         etag = f'"{zlib.crc32(name.encode()):08x}-{size:x}"'
         return Stored(size, etag, partial(self._made, name))
@@ -191,8 +191,8 @@ def _object(request: Request, stored: Stored) -> Answer:
 
 def _span(asked: str, size: int) -> tuple[int, int] | None:
     """Return the half-open range requested; None if none, or not a single one."""
-    found = _RANGE.fullmatch(asked)
-    first, last = found.groups() if found else ("", "")
+    match = _RANGE.fullmatch(asked)
+    first, last = match.groups() if match else ("", "")
     if not first:
         return (max(0, size - int(last)), size) if last else None
     if last and int(last) < int(first):
@@ -205,8 +205,8 @@ def _listing(request: Request, shelf: Shelf, max_keys: int) -> Answer:
     query = dict(parse_qsl(request.query))
     token = bytes.fromhex(query.get("continuation-token", "")).decode()
     prefix, after = query.get("prefix", ""), token or query.get("start-after", "")
-    found = list(islice(_names(shelf.names(), prefix, after), max_keys + 1))
-    page, more = found[:max_keys], len(found) > max_keys
+    names = list(islice(_names(shelf.names(), prefix, after), max_keys + 1))
+    page, more = names[:max_keys], len(names) > max_keys
     rest = ""
     if more:
         rest = page[-1].encode().hex()
@@ -223,12 +223,12 @@ def _listing(request: Request, shelf: Shelf, max_keys: int) -> Answer:
 
 
 def _names(names: list[str], prefix: str, after: str) -> Iterator[str]:
-    at = bisect_left(names, prefix)
+    index = bisect_left(names, prefix)
     if after:
-        at = max(at, bisect_right(names, after))
-    while at < len(names) and names[at].startswith(prefix):
-        yield names[at]
-        at += 1
+        index = max(index, bisect_right(names, after))
+    while index < len(names) and names[index].startswith(prefix):
+        yield names[index]
+        index += 1
 
 
 def _listed(shelf: Shelf, names: list[str]) -> Iterator[str]:

@@ -17,9 +17,9 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Self, TypeAlias
 
+import uvloop
 from typing_extensions import Buffer
 
-from aioloader._pipeline.runner import new_event_loop
 from object_server.answers import (
     BUCKET,
     MAX_KEYS,
@@ -201,7 +201,7 @@ class ObjectServer(Tally):
             raise failed
 
     def _run(self, listener: socket.socket, started: _Started) -> None:
-        with listener, asyncio.Runner(loop_factory=new_event_loop) as runner:
+        with listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(self._serve(listener, started))
 
     async def _serve(self, listener: socket.socket, started: _Started) -> None:
@@ -313,8 +313,8 @@ class ObjectServer(Tally):
         piece = max(1, min(_PIECE, int(speed / _STEPS))) if speed else _PIECE
         end = reply.stop if stop is None else stop
         end = 0 if request.method == "HEAD" else end
-        for at in range(reply.start, end, piece):
-            data = memoryview(reply.read(at, min(at + piece, end))).cast("B")
+        for start in range(reply.start, end, piece):
+            data = memoryview(reply.read(start, min(start + piece, end))).cast("B")
             await talk.pace(len(data), speed)
             talk.writer.write(data)
             self._add_bytes(request.name, len(data))

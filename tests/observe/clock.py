@@ -1,4 +1,4 @@
-"""A loader on a simulated clock, tick by tick: what records are compared with.
+"""A loader on a simulated clock, tick by tick, to check computed paces against.
 
 It shares no code with ``pace``, and divides processors differently: lanes take turns
 at them, tick by tick.
@@ -22,7 +22,7 @@ TICK = 1e-3
 
 
 class Ticks(NamedTuple):
-    """What one batch takes, in ticks.
+    """The ticks that one batch takes.
 
     Attributes:
         reads: For each of its samples.
@@ -40,7 +40,7 @@ class Ticks(NamedTuple):
 
 
 def ticks(least: int, most: int, at_least: int) -> st.SearchStrategy[Ticks]:
-    """Draw what a batch of so many samples takes; each read takes so many ticks."""
+    """Draw the ticks of a batch of ``least`` to ``most`` samples."""
     few, many = st.integers(at_least, 6), st.integers(0, 12)
     return st.builds(
         Ticks,
@@ -54,15 +54,15 @@ def ticks(least: int, most: int, at_least: int) -> st.SearchStrategy[Ticks]:
 
 
 class _Job:
-    """A batch on its way."""
+    """A batch in flight."""
 
     def __init__(self, number: int, ticks: Ticks, *, awaits: bool = False) -> None:
         self.number, self.ticks = number, ticks
-        # What coroutines do for its samples: read them, or else transform them.
+        # Work of coroutines for its samples: reads or, after plain reads, transforms.
         self.reads = deque(
             (ticks.transform,) * len(ticks.reads) if awaits else ticks.reads
         )
-        # Whether few others ran when it began; then; and the ticks left.
+        # For each read: whether few others ran at its start, its start, its ticks left.
         self.reading: list[tuple[bool, int, list[int]]] = []
         self.busy = 0  # ticks of its reads
         self.stage, self.left, self.lane = "read", sum(ticks.reads), 0
@@ -75,11 +75,11 @@ class Clock:
 
     Args:
         setting: The loader.
-        batches: What batches take; from the first again after the last.
+        batches: The ticks of each batch, repeated.
         slow: How many times longer the first worker takes.
         client: How many reads are served at a time; the others wait.
-        locks: Whether threads that compute hold the interpreter's lock: the consumer
-            gets on when they let it go, or after 5 ticks.
+        locks: Whether threads that compute hold the GIL: the consumer continues when
+            they release it, or after 5 ticks.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class Clock:
         self._room = -1  # since when there is room on the device
 
     def run(self, batches: int) -> list[BatchRecord]:
-        """Return the records of so many batches."""
+        """Return the records of ``batches`` batches."""
         while len(self.records) < batches:
             while any([self._take(), self._request(), self._read(), self._make(),
                        self._deliver(), self._copy()]):  # fmt: skip
@@ -148,14 +148,13 @@ class Clock:
         if self._setting.transforms_async:
             made[1:3] = made[0], made[0]
             busy = job.ticks.transform * len(job.ticks.reads) * TICK
-        times = [at * TICK + 1 for at in (*made, job.at["made"])]
+        times = [tick * TICK + 1 for tick in (*made, job.at["made"])]
         is_clocked = job.number % 4 == 0
         cpu, delayed = (
             each * TICK * is_clocked for each in (job.cpu or 1e-6, job.delayed)
         )
         asked, taken = self._asked * TICK + 1, self._now * TICK + 1
-        began, read, started, transformed, collated = times
-        at = (began, read, started, transformed, collated, busy, cpu, delayed)
+        measured: Any = (*times, busy, cpu, delayed)
         size = len(job.ticks.reads)
         ticks = self._batches[len(self.records) % len(self._batches)]
         is_first = self._setting.place == "inline"
@@ -164,9 +163,8 @@ class Clock:
             asked -= drawn
         else:
             taken += drawn
-        self.records.append(
-            BatchRecord(job.number, asked, taken, job.lane, size, at, drawn)
-        )
+        record = BatchRecord(job.number, asked, taken, job.lane, size, measured, drawn)
+        self.records.append(record)
         self._open -= 1
         self._asked = -1
         self._step = ticks.step + ticks.draw
@@ -325,15 +323,15 @@ class Clock:
                 job.delayed += 1
 
 
-def delayed(one: BatchRecord, seconds: float) -> BatchRecord:
-    """Return a batch that was asked for, made and taken later."""
-    made: Any = (*(at + seconds for at in one.made[:5]), *one.made[5:])
-    asked, taken = one.asked + seconds, one.taken + seconds
-    return one._replace(asked=asked, taken=taken, made=made)
+def delayed(record: BatchRecord, seconds: float) -> BatchRecord:
+    """Return a record whose batch was requested, made and taken later."""
+    made: Any = (*(time + seconds for time in record.made[:5]), *record.made[5:])
+    asked, taken = record.asked + seconds, record.taken + seconds
+    return record._replace(asked=asked, taken=taken, made=made)
 
 
 def seconds_per_batch(records: Sequence[BatchRecord]) -> float:
-    """Return those of the later half."""
+    """Return the seconds per batch of the later half."""
     half = len(records) // 2
     return (records[-1].taken - records[half].taken) / (len(records) - 1 - half)
 
@@ -341,7 +339,7 @@ def seconds_per_batch(records: Sequence[BatchRecord]) -> float:
 def advised(
     records: Sequence[BatchRecord], setting: RecordedSettings
 ) -> RecordedSettings:
-    """Return the setting of a loader that is changed as its report says."""
+    """Return the setting of a loader that is changed as its report advises."""
     advice = report(records, setting).advice
     assert advice is not None
     return changed(records, setting)[advice.argument, advice.new]
@@ -354,8 +352,8 @@ def changed(
     costs = costs_of(records, setting)
     assert costs is not None
     return {
-        (one.argument, one.new): replace(
-            one.setting, window=window_of(one.setting, costs)
+        (change.argument, change.new): replace(
+            change.setting, window=window_of(change.setting, costs)
         )
-        for one in changes(costs, setting)
+        for change in changes(costs, setting)
     }

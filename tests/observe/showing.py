@@ -1,4 +1,4 @@
-"""What progress displays and metrics are tried with: a terminal, a clock, figures."""
+"""Doubles for tests of progress displays and metrics: a terminal, a clock, figures."""
 
 import io
 from collections.abc import AsyncIterator, Iterator
@@ -25,20 +25,20 @@ SETTINGS = [
 
 
 class Terminal(io.StringIO):
-    """Says that it is one, and keeps what is written."""
+    """A stream that is a terminal, and keeps its output."""
 
     def isatty(self) -> bool:
         """Return True."""
         return True
 
     def lines(self) -> list[str]:
-        """Return what was shown, one after the other."""
+        """Return the lines that were shown, in order."""
         shown = self.getvalue().replace("\n", "\r").split("\r")
         return [line.rstrip() for line in shown if line.strip()]
 
 
 class Clock:
-    """Goes when it is told to."""
+    """A clock that only advances by assignment."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -56,7 +56,7 @@ Stage: Any = partial(
 
 @dataclass
 class Figures:
-    """Like ``LoaderStats``, but can be set."""
+    """Like ``LoaderStats``, but mutable."""
 
     epoch: int = 0
     batches: int = 0
@@ -118,7 +118,7 @@ class Counting:
         return {"number": number}
 
     def stats(self) -> Figures:
-        """Return the figures; count that they were asked for."""
+        """Return the figures; count the calls."""
         self.looks += 1
         self.clock.now += self.costs
         return self.figures

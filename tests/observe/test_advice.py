@@ -1,4 +1,4 @@
-"""What the verdict may advise, in the settings of real loaders: nothing impossible."""
+"""Advice for the settings of real loaders: only changes that are possible."""
 
 import asyncio
 import hashlib
@@ -27,20 +27,20 @@ from samples import AsyncBatchMap, AsyncMap, AsyncStream, SyncMap, SyncStream
 
 
 def set_up(loader: DataLoader[Any]) -> RecordedSettings:
-    """Return how a loader is set up, after an epoch."""
+    """Return the setting of a loader after an epoch."""
     assert list(loader)
-    return replace(loader._live.setting(), cores=8)
+    return replace(loader._live.settings(), cores=8)
 
 
 def offered(setting: RecordedSettings, ticks: Ticks = WAITING) -> dict[str, str]:
-    """Return the arguments whose change is tried if batches take that long, and why."""
+    """Return the arguments that may be changed if batches take ``ticks``, and why."""
     clock = Clock(replace(setting, window=setting.window or 4), [ticks])
     costs = costs_of(clock.run(64), setting)
     assert costs is not None
-    return {one.argument: one.why for one in changes(costs, setting)}
+    return {change.argument: change.why for change in changes(costs, setting)}
 
 
-def test_tensors_in_memory() -> None:
+def test_only_workers_are_advised_for_tensors_in_memory() -> None:
     """They wait for no store, and none is gathered ahead."""
     loader = DataLoader(TensorDataset(torch.zeros(160, 8)), 4)
     assert {*offered(set_up(loader))} == {"num_workers"}
@@ -50,8 +50,8 @@ def test_tensors_in_memory() -> None:
 
 
 @pytest.mark.parametrize("prefetch_factor", [None, 4])
-def test_batches_that_draw_from_a_generator(prefetch_factor: int | None) -> None:
-    """Each is made when it is requested, whatever is asked for ahead."""
+def test_no_prefetch_is_advised_for_seeded_batches(prefetch_factor: int | None) -> None:
+    """Each is made when it is requested, whatever may be requested ahead."""
     loader = DataLoader(SyncMap(8), rng="batch", prefetch_factor=prefetch_factor)
     setting = set_up(loader)
     assert {*offered(setting)} == {"num_workers", "dataset"}
@@ -60,50 +60,50 @@ def test_batches_that_draw_from_a_generator(prefetch_factor: int | None) -> None
     )
     costs = costs_of(Clock(replace(setting, window=4), [WAITING]).run(64), setting)
     assert costs is not None
-    found = {one.argument: one.setting for one in changes(costs, setting)}
-    assert found["dataset"].window == 0
+    settings = {change.argument: change.setting for change in changes(costs, setting)}
+    assert settings["dataset"].window == 0
 
 
-def test_streams() -> None:
-    """The user's has no ``__getitem__``, and each worker would yield all its samples.
+def test_advice_on_workers_says_who_splits_a_stream() -> None:
+    """Each worker would yield all samples of a user's stream.
 
-    Others split themselves, or the loader reads them alone.
+    Other streams split themselves, or the loader alone reads them.
     """
     for ahead in (None, 2):
-        found = offered(set_up(DataLoader(SyncStream(8), prefetch_factor=ahead)))
-        assert {*found} == {"prefetch_factor", "num_workers"}
-        assert "its own part (get_worker_info())" in found["num_workers"]
+        reasons = offered(set_up(DataLoader(SyncStream(8), prefetch_factor=ahead)))
+        assert {*reasons} == {"prefetch_factor", "num_workers"}
+        assert "its own part (get_worker_info())" in reasons["num_workers"]
     for dataset in (from_iterable(range(8)), AsyncStream(8)):
-        found = offered(set_up(DataLoader(dataset, 4)))
-        assert found["num_workers"] == "more batches are made at the same time"
+        reasons = offered(set_up(DataLoader(dataset, 4)))
+        assert reasons["num_workers"] == "more batches are made at the same time"
 
 
-async def waiting(found: Any) -> Any:
-    """Transform, or collate."""
-    return found
+async def waiting(value: Any) -> Any:
+    """Serve as an async transform or collate function."""
+    return value
 
 
-def test_plain_reads_before_an_async_transform() -> None:
-    """Coroutines transform as many samples at a time as ``concurrency`` says."""
+def test_concurrency_is_advised_for_an_async_transform() -> None:
+    """Coroutines transform ``concurrency`` samples at a time."""
     setting = set_up(DataLoader(SyncMap(8), 4, transform=waiting, concurrency=8))
     assert (setting.place, setting.concurrency) == ("loop", 8)
     assert "in the transform" in offered(setting)["concurrency"]
     assert (setting.reading_lanes, setting.transforming_lanes) == (1, 8)
     for dataset in (AsyncStream(8), AsyncBatchMap(8)):
         assert set_up(DataLoader(dataset, 4, transform=waiting)).transforms_async
-    # There each sample is transformed by the coroutine that has read it.
+    # Here the coroutine that reads a sample transforms it, too.
     assert not set_up(DataLoader(AsyncMap(8), 4, transform=waiting)).transforms_async
-    # An async collate_fn changes nothing of how many samples coroutines would read.
-    found = offered(set_up(DataLoader(SyncMap(8), 4, collate_fn=waiting)))
-    assert {*found} == {"prefetch_factor", "num_workers"}
+    # An async collate_fn does not change how many samples coroutines would read.
+    reasons = offered(set_up(DataLoader(SyncMap(8), 4, collate_fn=waiting)))
+    assert {*reasons} == {"prefetch_factor", "num_workers"}
 
 
-def test_what_the_loader_chooses() -> None:
-    """It is not advised; what is chosen now counts, not what an epoch began with."""
+def test_auto_arguments_are_not_advised() -> None:
+    """The setting has their present values, not those at the beginning of an epoch."""
     loader: DataLoader[Any] = DataLoader(AsyncMap(40), 4, concurrency="auto")
     assert "concurrency" not in offered(set_up(loader))
     loader._live.tuning.controllers["concurrency"].value = 100
-    assert loader._live.setting().concurrency == loader.stats().stages[1].lanes == 100
+    assert loader._live.settings().concurrency == loader.stats().stages[1].lanes == 100
     loader.concurrency = 8
     assert set_up(loader).concurrency == 8
     assert "concurrency" in offered(set_up(loader))
@@ -111,11 +111,10 @@ def test_what_the_loader_chooses() -> None:
     plain: DataLoader[Any] = DataLoader(SyncMap(40), 4, prefetch_factor="auto")
     assert "prefetch_factor" not in offered(set_up(plain))
     plain._live.tuning.controllers["prefetch_factor"].value = 7
-    assert plain._live.setting().window == 7
+    assert plain._live.settings().window == 7
 
 
-def test_workers_that_cannot_help() -> None:
-    """All of it runs on the loop."""
+def test_workers_are_not_advised_if_all_runs_on_the_loop() -> None:
     loader: DataLoader[Any] = DataLoader(AsyncStream(8), 4, collate_fn=waiting)
     assert "num_workers" not in offered(set_up(loader))
     assert "num_workers" in offered(set_up(DataLoader(AsyncStream(8), 4)))
@@ -124,7 +123,7 @@ def test_workers_that_cannot_help() -> None:
     assert {*offered(set_up(files))} == {"prefetch_factor", "num_workers"}
 
 
-def test_a_transform_without_a_device() -> None:
+def test_device_ahead_is_advised_without_a_device_too() -> None:
     setting = set_up(DataLoader(SyncMap(8), 4, device=Device(transform=tuple)))
     assert setting.stays_on_host
     assert "ready ahead" in offered(setting)["Device.ahead"]
@@ -134,7 +133,7 @@ def test_a_transform_without_a_device() -> None:
 
 
 class Pooled:
-    """Samples from a client that has a pool of two connections."""
+    """Samples of a client whose pool has two connections."""
 
     def __len__(self) -> int:
         return 320
@@ -150,19 +149,19 @@ class Pooled:
 
 
 @pytest.mark.slow
-def test_reads_that_queue_in_their_client() -> None:
-    """No more of them are advised, but a larger pool."""
+def test_reads_that_queue_in_a_client_get_no_advice() -> None:
+    """The report says how many reads the client serves at a time."""
     with DataLoader(Pooled(), batch_size=8) as loader:
         assert len(list(loader)) == 40
-        found = loader.report()
-    assert (found.stage, found.advice) == ("read", None), str(found)
-    served = re.search(r"serve reads about (\d+) at a time", found.limit)
-    assert served is not None, str(found)
+        report = loader.report()
+    assert (report.stage, report.advice) == ("read", None), str(report)
+    served = re.search(r"serve reads about (\d+) at a time", report.limit)
+    assert served is not None, str(report)
     assert 1 <= int(served[1]) <= 8
 
 
 class SlowSampler:
-    """Batches of indices that take long to draw."""
+    """Batches of indices that are slow to draw."""
 
     def __iter__(self) -> Iterator[list[int]]:
         for number in range(40):
@@ -189,7 +188,7 @@ class SlowSampler:
 async def test_a_slow_sampler_is_named(
     dataset: Any, options: dict[str, Any], way: str, tmp_path: Path
 ) -> None:
-    """In the verdict, the statistics and the trace; and training waits for it."""
+    """In verdict, statistics and trace; the time counts as waiting."""
     loader = DataLoader(dataset, batch_sampler=SlowSampler(), **options)
     async with loader, loader.trace(tmp_path / "trace.json"):
         if way == "for":

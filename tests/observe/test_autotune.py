@@ -1,4 +1,4 @@
-"""The controller, on stores that are simulated: no clock runs here."""
+"""The controller of "auto" arguments, on simulated stores, without a clock."""
 
 import logging
 import random
@@ -18,14 +18,14 @@ BATCH = 32
 MOST = 1024
 
 
-def knee(at: int) -> Rate:
-    """Return the rate of a store that serves so many at a time, and queues the rest."""
-    return lambda n: min(n, at) / LATENCY
+def knee(most: int) -> Rate:
+    """Return the rate of a store that serves ``most`` reads at a time; others queue."""
+    return lambda n: min(n, most) / LATENCY
 
 
-def thrashing(at: int) -> Rate:
-    """Return the rate of a store that is slower the more are beyond so many."""
-    return lambda n: n / LATENCY if n <= at else at / LATENCY * at / n
+def thrashing(most: int) -> Rate:
+    """Return the rate of a store that slows down with more reads than ``most``."""
+    return lambda n: n / LATENCY if n <= most else most / LATENCY * most / n
 
 
 STORES: dict[str, Rate] = {
@@ -44,12 +44,12 @@ STORES: dict[str, Rate] = {
 
 @dataclass
 class Run:
-    """A controller at a store.
+    """A controller that reads from a store.
 
     Attributes:
         controller: The controller.
-        rate: What the store achieves.
-        noise: Standard deviation of what is seen of it.
+        rate: The store's rate.
+        noise: Standard deviation of the observed rates.
         waited: Share of the time that the consumer waits.
         batches: Batches that were read so far.
         has_changed: Whether the value is new: its reads have to settle.
@@ -63,7 +63,7 @@ class Run:
     has_changed: bool = True
 
     def step(self, *, failures: float = 0.0) -> str | None:
-        """Read as many samples as the tuner measures, and decide."""
+        """Read as many samples as the tuner measures, and let the controller decide."""
         value = self.controller.value
         blur = random.lognormvariate(0, self.noise) if self.noise else 1.0
         rate = self.rate(value) * blur
@@ -75,7 +75,7 @@ class Run:
         return decision
 
     def share(self) -> float:
-        """Return which share of the best rate the present value achieves."""
+        """Return the present rate as a share of the best one."""
         best = max(self.rate(value) for value in range(1, self.controller.most + 1))
         return self.rate(self.controller.value) / best
 
@@ -88,8 +88,8 @@ def started(rate: Rate, start: int = 32, **more: Any) -> Run:
 @pytest.mark.slow
 @pytest.mark.parametrize("noise", [0.0, 0.02])
 @pytest.mark.parametrize("store", STORES)
-def test_reaches_the_best_within_thirty_batches(store: str, noise: float) -> None:
-    """0.9 of the best setting; with noise, in nine of ten runs."""
+def test_the_best_rate_is_reached_in_thirty_batches(store: str, noise: float) -> None:
+    """To 90 %; with noise, in nine of ten runs."""
     reached = 0
     for seed in range(20):
         random.seed(seed)
@@ -102,8 +102,8 @@ def test_reaches_the_best_within_thirty_batches(store: str, noise: float) -> Non
 
 @pytest.mark.slow
 @pytest.mark.parametrize("store", STORES)
-def test_stays_at_the_best(store: str) -> None:
-    """Most of the time, and ever more rarely it tries another setting."""
+def test_the_controller_stays_near_the_best_rate(store: str) -> None:
+    """Most of the time; it tries other values ever more rarely."""
     run = started(STORES[store])
     shares = []
     for _ in range(600):
@@ -127,18 +127,18 @@ observations = st.builds(
     room=st.integers(0, 2000),
     seen=st.lists(st.one_of(observations, st.integers(-5, 3000)), max_size=60),
 )
-def test_never_leaves_its_bounds(
+def test_the_controller_never_leaves_its_bounds(
     start: int, least: int, room: int, seen: list[Observation | int]
 ) -> None:
-    """Whatever it sees, and however the upper bound moves meanwhile."""
+    """Whatever it observes, and however the upper bound moves."""
     controller = Controller("concurrency", start, least, least + room)
     most = least + room
-    for one in seen:
-        if isinstance(one, int):
-            most = max(least, one)
-            decision = controller.limit(one, "memory")
+    for event in seen:
+        if isinstance(event, int):
+            most = max(least, event)
+            decision = controller.limit(event, "memory")
         else:
-            decision = controller.observe(one)
+            decision = controller.observe(event)
         assert least <= controller.value <= most
         if decision is not None:
             _, change, reason = decision.split(": ", 2)
@@ -147,8 +147,8 @@ def test_never_leaves_its_bounds(
             assert reason
 
 
-def test_what_lost_is_taken_back() -> None:
-    """Twice as much is slower, and so is half."""
+def test_a_change_that_is_slower_is_reverted() -> None:
+    """Twice the value is slower, and so is half of it."""
     run = started(lambda n: 100 - abs(n - 32))
     decisions = [decision for _ in range(5) if (decision := run.step())]
     values = [decision.split(": ")[1] for decision in decisions]
@@ -157,16 +157,15 @@ def test_what_lost_is_taken_back() -> None:
     assert run.share() == 1
 
 
-def test_failures_halve_it() -> None:
-    """Where fewer at a time fail less, fewer it stays."""
+def test_failures_that_depend_on_the_value_reduce_it() -> None:
     run = started(knee(500), start=64)
     while run.batches < 200:
         run.step(failures=max(0.0, 1 - 40 / run.controller.value))
     assert run.controller.value <= 50
 
 
-def test_failures_that_have_other_reasons() -> None:
-    """Where as many fail with less, that is taken back, once and for all."""
+def test_a_reduction_that_avoids_no_failure_is_reverted() -> None:
+    """Once and for all."""
     run = started(knee(500), start=64)
     first, second = run.step(failures=0.1), run.step(failures=0.1)
     assert first
@@ -188,8 +187,8 @@ def test_each_decision_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     assert decisions[0].startswith("concurrency: 32 -> 64: the consumer waits")
 
 
-def test_how_many_batches_fit() -> None:
-    """One, until a size is known; then by the greatest of recent ones, one at least."""
+def test_as_many_batches_are_held_as_fit_in_bytes() -> None:
+    """One until a size is known; then by the largest recent batch, at least one."""
     held = BytesInFlight(1000)
     assert held.batches() == 1
     held.note(b"x" * 100)

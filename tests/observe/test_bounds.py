@@ -1,4 +1,4 @@
-"""What is not advised: gains that nothing measured allows, on a simulated clock."""
+"""Advice that no measurement supports is not given; on a simulated clock."""
 
 from dataclasses import replace
 
@@ -16,16 +16,16 @@ PROCESSES = replace(EIGHT_CORES, cores=2)
 
 
 def measured(record: BatchRecord, cpu: float, delayed: float) -> BatchRecord:
-    """Return a record whose plain code was measured, as shares of its seconds."""
+    """Return a record with CPU time and delay, as shares of its seconds."""
     made = record.made
     seconds = made[4] - made[0]
     return record._replace(made=(*made[:6], cpu * seconds, delayed * seconds))
 
 
 def costs(records: list[BatchRecord], setting: RecordedSettings) -> Costs:
-    found = costs_of(records, setting)
-    assert found is not None
-    return found
+    costs = costs_of(records, setting)
+    assert costs is not None
+    return costs
 
 
 def tried(
@@ -35,50 +35,50 @@ def tried(
     start: float = 0.0,
 ) -> list[Change]:
     """Return the changes of an argument that are tried."""
-    found = changes(costs(records, setting), setting, start)
-    return [one for one in found if one.argument == argument]
+    tried = changes(costs(records, setting), setting, start)
+    return [change for change in tried if change.argument == argument]
 
 
 # -- waits -----------------------------------------------------------------------------
 
 
-def test_no_gain_exceeds_what_is_waited() -> None:
-    """One batch in 40 is late, and training waits for it 3 % of the time."""
+def test_no_gain_exceeds_the_time_waited() -> None:
+    """One batch in 40 is late."""
     setting = EIGHT_CORES
-    late = [Ticks((100 if not at else 4,) * 4, step=20) for at in range(40)]
+    late = [Ticks((100 if not number else 4,) * 4, step=20) for number in range(40)]
     records = Clock(setting, late).run(160)
-    found = report(records, setting)
-    assert 0.02 < found.wait_share < 0.4
+    verdict = report(records, setting)
+    assert 0.02 < verdict.wait_share < 0.4
     assert tried(records, setting, "num_workers")
-    if found.advice is not None:
-        bound = 1 / (1 - found.wait_share)
-        assert found.advice.gain <= 100 * (bound - 1) + 1e-6
+    if verdict.advice is not None:
+        bound = 1 / (1 - verdict.wait_share)
+        assert verdict.advice.gain <= 100 * (bound - 1) + 1e-6
 
 
 # -- cores -----------------------------------------------------------------------------
 
 
-def test_cores_that_the_step_keeps_busy() -> None:
-    """More workers are advised only if they are idle."""
+def test_workers_are_advised_only_for_idle_cores() -> None:
+    """The step may keep cores busy."""
     setting = replace(PROCESSES, cores=4)
     records = Clock(setting, [BUSY]).run(96)
-    free, some, busy = (
+    free, partly, busy = (
         report(records, replace(setting, used=used)) for used in (0.0, 0.7, 2.0)
     )
     assert free.advice is not None
     assert free.advice.argument == "num_workers"
-    assert some.advice is not None
-    assert some.advice.gain == pytest.approx(100 * (4 / 2.7 - 1), abs=2)
+    assert partly.advice is not None
+    assert partly.advice.gain == pytest.approx(100 * (4 / 2.7 - 1), abs=2)
     assert busy.advice is None
     assert "all 4 cores are busy" in busy.limit
 
 
-def test_busy_cores_are_not_taken_for_waiting() -> None:
-    """Others take the processors for most of the time: no store is waited for."""
+def test_busy_cores_are_not_mistaken_for_a_slow_store() -> None:
+    """Other processes take the cores for most of the time."""
     setting = RecordedSettings("thread", window=2, batch_size=4, cores=2)
     waits = Clock(setting, [Ticks((10,) * 4, collate=1, step=3)]).run(64)
-    crowded = [measured(one, 0.2, 0.75) for one in waits]
-    idle = [measured(one, 0.02, 0.0) for one in waits]
+    crowded = [measured(wait, 0.2, 0.75) for wait in waits]
+    idle = [measured(wait, 0.02, 0.0) for wait in waits]
     assert costs(crowded, setting).delay == pytest.approx(0.75 / 0.95)
     assert costs(idle, setting).delay == 0
     assert not waits_for_store(costs(crowded, setting), setting)
@@ -90,8 +90,8 @@ def test_busy_cores_are_not_taken_for_waiting() -> None:
 # -- lanes and loops -------------------------------------------------------------------
 
 
-def test_a_step_that_computes_shares_the_lock_with_a_thread() -> None:
-    """Whether it holds the lock is not known; a step that waits does not."""
+def test_no_thread_is_advised_beside_a_computing_step() -> None:
+    """It may hold the GIL; a step that waits does not."""
     ticks = Ticks((1,) * 4, transform=10, collate=1, step=20, uses_cpu=ALL_CPU)
     records = Clock(INLINE, [ticks]).run(64)
     beside, apart = (
@@ -108,9 +108,9 @@ def test_a_step_that_computes_shares_the_lock_with_a_thread() -> None:
 
 
 def starting(seconds: float) -> list[BatchRecord]:
-    """Return the records of an epoch whose workers start so late."""
+    """Return the records of an epoch whose workers take ``seconds`` to start."""
     records = Clock(PROCESSES, [Ticks((4,) * 4, step=20)]).run(24)
-    first, *rest = (delayed(one, seconds) for one in records)
+    first, *rest = (delayed(record, seconds) for record in records)
     return [first._replace(asked=records[0].asked), *rest]
 
 
@@ -125,32 +125,34 @@ def starting(seconds: float) -> list[BatchRecord]:
     ],
     ids=["short epochs", "pace is off", "one epoch", "long epochs", "kept workers"],
 )
-def test_workers_that_start_in_each_epoch(
+def test_workers_are_kept_for_short_epochs(
     setting: RecordedSettings, is_advised: bool
 ) -> None:
-    """They are kept if that saves 5 % of the epochs that are seen."""
+    """If that saves 5 % of the observed epochs."""
     records = starting(0.2)
     assert start_seconds(records[1:], setting) == 0
     assert start_seconds(records, replace(setting, worker_kind="thread")) == 0
-    found = report(records, setting)
+    verdict = report(records, setting)
     if not is_advised:
-        assert (found.stage, found.advice) == ("nothing", None)
+        assert (verdict.stage, verdict.advice) == ("nothing", None)
         return
-    assert found.stage == "start"
-    assert "it takes 200 ms of each epoch" in found.headline
-    assert found.advice is not None
-    assert found.advice.argument == "persistent_workers"
-    assert found.advice.gain == pytest.approx(100 * 0.2 / (24 * 0.02), rel=0.02)
+    assert verdict.stage == "start"
+    assert "it takes 200 ms of each epoch" in verdict.headline
+    assert verdict.advice is not None
+    assert verdict.advice.argument == "persistent_workers"
+    assert verdict.advice.gain == pytest.approx(100 * 0.2 / (24 * 0.02), rel=0.02)
 
 
 @pytest.mark.parametrize("cores", [2, 4])
 @pytest.mark.parametrize("workers", [0, 2])
-def test_never_more_workers_than_cores(cores: int, workers: int) -> None:
-    """Whatever waits for the store would be faster with more of them."""
+def test_never_more_workers_than_cores_are_advised(cores: int, workers: int) -> None:
+    """Even if reads would be faster with more of them."""
     setting = replace(PROCESSES, cores=cores) if workers else INLINE
     setting = replace(setting, cores=cores)
     records = Clock(setting, [Ticks((20,) * 4, collate=1)]).run(64)
-    numbers = [int(str(one.new)) for one in tried(records, setting, "num_workers")]
+    numbers = [
+        int(str(change.new)) for change in tried(records, setting, "num_workers")
+    ]
     assert max([workers, *numbers]) == cores
 
 
@@ -170,43 +172,45 @@ def test_the_first_start_of_workers_counts(length: int, epochs_before: int) -> N
 
 
 @pytest.mark.parametrize(("batches", "is_advised"), [(16, False), (17, True)])
-def test_a_few_batches_give_no_advice(batches: int, *, is_advised: bool) -> None:
-    """Some 16 are needed; before, it is said what is lacking."""
+def test_sixteen_batches_get_no_advice(batches: int, *, is_advised: bool) -> None:
+    """One more does; otherwise the report says what is missing."""
     records = Clock(INLINE, [Ticks((10,) * 4, step=30)]).run(batches)
-    found = report(records, INLINE)
-    assert (found.advice is not None) == is_advised
+    verdict = report(records, INLINE)
+    assert (verdict.advice is not None) == is_advised
     if not is_advised:
-        assert found.stage == "read"
-        assert found.limit == (
+        assert verdict.stage == "read"
+        assert verdict.limit == (
             "No advice yet: 15 batches are too few to measure a speed-up. Call "
             "report() after more than 16 of one epoch."
         )
 
 
-# -- what was not seen -----------------------------------------------------------------
+# -- unreliable estimates --------------------------------------------------------------
 
 
-def test_nothing_is_advised_if_the_computed_pace_is_off() -> None:
-    """The setting is another one: nothing is said about faster steps, or limits."""
-    one, waiting = replace(PROCESSES, workers=1), Ticks((40,) * 4, step=30)
+def test_no_advice_is_given_if_the_computed_pace_is_off() -> None:
+    """The setting is not that of the records; no utilisation is estimated either."""
+    single, waiting = replace(PROCESSES, workers=1), Ticks((40,) * 4, step=30)
     for was, said, ticks in (
-        (replace(one, workers=4, window=8), one, BUSY),
+        (replace(single, workers=4, window=8), single, BUSY),
         (replace(LOOP, window=1), LOOP, waiting),
     ):
-        found = report(Clock(replace(was, cores=8), [ticks]).run(96), said)
-        assert abs(found.model_error) > 0.15
-        assert (found.advice, found.head_room) == (None, ())
-        assert found.limit.startswith("No advice: the seconds per batch computed from")
+        verdict = report(Clock(replace(was, cores=8), [ticks]).run(96), said)
+        assert abs(verdict.model_error) > 0.15
+        assert (verdict.advice, verdict.head_room) == (None, ())
+        assert verdict.limit.startswith(
+            "No advice: the seconds per batch computed from"
+        )
 
 
 @pytest.mark.parametrize("step", [7, 9])
 def test_a_gain_within_the_error_is_not_advised(step: int) -> None:
-    """Of 8 samples in flight the setting says 7: the pace is off by 14 %."""
+    """The setting says 7 samples in flight, not 8: the pace is off by 14 %."""
     records = Clock(LOOP, [Ticks((20,) * 4, step=step)]).run(96)
-    found = report(records, replace(LOOP, concurrency=7))
-    assert 0.1 < abs(found.model_error) < 0.15
+    verdict = report(records, replace(LOOP, concurrency=7))
+    assert 0.1 < abs(verdict.model_error) < 0.15
     if step == 7:  # the gain is 42 %
-        assert found.advice is not None
-        assert found.advice.argument == "concurrency"
+        assert verdict.advice is not None
+        assert verdict.advice.argument == "concurrency"
     else:  # 11 %
-        assert found.advice is None
+        assert verdict.advice is None

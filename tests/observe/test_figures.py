@@ -27,7 +27,7 @@ PLACES: dict[str, dict[str, Any]] = {
 
 
 class Flaky(Dataset[int]):
-    """Each fifth sample cannot be read at first."""
+    """The first read of each fifth sample fails."""
 
     def __init__(self) -> None:
         self.failed: set[int] = set()
@@ -43,7 +43,7 @@ class Flaky(Dataset[int]):
 
 
 class AsyncFlaky(Flaky):
-    """The same, read by coroutines."""
+    """The same with coroutines."""
 
     async def __getitem__(self, index: int) -> int:  # type: ignore[override]
         await asyncio.sleep(0)
@@ -51,29 +51,29 @@ class AsyncFlaky(Flaky):
 
 
 class FlakyBatches(Flaky):
-    """Whole batches, of which each is read again once."""
+    """The same, read by batches."""
 
     def __getitems__(self, indices: list[int]) -> list[int]:
         return [self[index] for index in indices]
 
 
 class Noting(SyncMap):
-    """Notes when its samples were read."""
+    """Notes the times at which its samples are read."""
 
     def __init__(self, n: int) -> None:
         super().__init__(n)
-        self.at: list[float] = []
+        self.times: list[float] = []
 
     def __getitem__(self, index: int) -> Any:
-        self.at.append(perf_counter())
+        self.times.append(perf_counter())
         return super().__getitem__(index)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("kind", ["plain", "transform", "async", "in memory"])
-def test_bytes(place: str, kind: str) -> None:
-    """The mean of some batches: here all are alike."""
+def test_stats_have_the_mean_bytes_of_a_batch(place: str, kind: str) -> None:
+    """All batches are alike here."""
     rows = torch.zeros(40, 8)
     datasets: dict[str, Any] = {
         "plain": SyncMap(40),
@@ -87,40 +87,39 @@ def test_bytes(place: str, kind: str) -> None:
     with DataLoader(datasets[kind], **options) as loader:
         assert loader.stats().batch_bytes == 0
         assert sum(1 for _ in loader) == 10
-        found = loader.stats()
+        stats = loader.stats()
     # Three floats and an integer per sample; or eight floats.
-    assert found.batch_bytes == BATCH * (32 if kind == "in memory" else 3 * 4 + 8)
-    assert "MB/s" in str(found)
+    assert stats.batch_bytes == BATCH * (32 if kind == "in memory" else 3 * 4 + 8)
+    assert "MB/s" in str(stats)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("place", [*PLACES, "executor"])
 @pytest.mark.parametrize("kind", [Flaky, AsyncFlaky, FlakyBatches])
-def test_retries(kind: Any, place: str) -> None:
-    """Each read that is tried again counts, also in a worker process."""
+def test_stats_count_retries_wherever_batches_are_made(kind: Any, place: str) -> None:
     retry = Retry(4, base_delay=0)
     with ThreadPoolExecutor(1) as pool:
         options = PLACES.get(place, {"num_workers": 1, "workers": pool})
         with DataLoader(kind(), BATCH, retry=retry, **options) as loader:
             batches = [batch.tolist() for batch in loader]
-            found = loader.stats()
-    assert [one for batch in batches for one in batch] == list(range(20))
-    assert (found.retries, found.failures) == (4, 0)
-    assert "retries: 4" in str(found)
+            stats = loader.stats()
+    assert [sample for batch in batches for sample in batch] == list(range(20))
+    assert (stats.retries, stats.failures) == (4, 0)
+    assert "retries: 4" in str(stats)
 
 
-def test_listing(tmp_path: Path) -> None:
-    """How many shards were listed; of a dataset that is no stream, nothing is said."""
+def test_stats_have_the_number_of_listed_shards(tmp_path: Path) -> None:
+    """For streams only."""
     for number in range(3):
         (tmp_path / f"{number}.jsonl").write_text('{"x": 1}\n' * 4)
     with DataLoader(JSONLinesDataset(str(tmp_path / "*.jsonl")), 4) as loader:
         for _ in range(2):
             assert sum(1 for _ in loader) == 3
-            found = loader.stats()
-            assert found.listed is not None
-            assert found.listed.shards == 3
-            assert found.listed.seconds > 0
-            assert "listed 3 shards" in str(found)
+            stats = loader.stats()
+            assert stats.listed is not None
+            assert stats.listed.shards == 3
+            assert stats.listed.seconds > 0
+            assert "listed 3 shards" in str(stats)
     with DataLoader(AsyncMap(8), 4) as loader:
         assert sum(1 for _ in loader) == 2
         assert "listed" not in str(loader.stats())
@@ -139,18 +138,18 @@ def test_listing(tmp_path: Path) -> None:
 )
 def test_a_plain_for_waits_while_it_makes_a_batch(loader: DataLoader[Any]) -> None:
     for number, _ in enumerate(loader, start=1):
-        found = loader.stats()
-        each = [one.taken - one.asked for one in found._records]
-        assert len(each) == number
-        assert found.waited == pytest.approx(sum(each))
+        stats = loader.stats()
+        waits = [record.taken - record.asked for record in stats._records]
+        assert len(waits) == number
+        assert stats.waited == pytest.approx(sum(waits))
         if isinstance(loader.dataset, Noting):
-            latest, at = found._records[-1], loader.dataset.at
-            assert latest.asked <= at[-BATCH] <= at[-1] <= latest.taken
-    assert found.waited > 0
+            latest, times = stats._records[-1], loader.dataset.times
+            assert latest.asked <= times[-BATCH] <= times[-1] <= latest.taken
+    assert stats.waited > 0
 
 
-def test_batches_that_were_ready() -> None:
-    """All four are made at once; then one after the other is asked for."""
+def test_stats_have_the_mean_number_of_ready_batches() -> None:
+    """Four batches are made at once, then requested one after another."""
 
     def record(number: int, asked: float, collated: float) -> BatchRecord:
         made = (0.0, 1.0, 1.0, 1.0, collated, 0.0, 0.0, 0.0)

@@ -1,4 +1,4 @@
-"""An event loop that is held up: seen, and by whom."""
+"""Code that blocks the event loop is measured and named."""
 
 import asyncio
 import os
@@ -23,7 +23,7 @@ def block(seconds: float) -> None:
 
 
 class Blocking:
-    """Each eighth read sleeps, and the loop with it."""
+    """Each eighth read sleeps without leaving the loop."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -39,7 +39,7 @@ class Blocking:
 
 
 class Computing(Blocking):
-    """They compute for as long."""
+    """Each eighth read computes for that long."""
 
     async def __getitem__(self, index: int) -> int:
         end = time.thread_time() + self.seconds
@@ -49,7 +49,7 @@ class Computing(Blocking):
 
 
 class Stream:
-    """An async generator that sleeps."""
+    """An async generator that sleeps without leaving the loop."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -67,7 +67,7 @@ def loader_of(dataset: Any, **options: Any) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dataset", [Blocking(0.04), Computing(0.12), Stream(0.04)])
-def test_it_is_named(dataset: Any) -> None:
+def test_code_that_blocks_the_loop_is_named(dataset: Any) -> None:
     with loader_of(dataset) as loader:
         loader.report()
         assert sum(1 for _ in loader) == STEPS
@@ -85,10 +85,10 @@ def test_it_is_named(dataset: Any) -> None:
 
 
 @pytest.mark.slow
-def test_a_report_asks_what_blocks_the_loop(
+def test_a_report_starts_the_watch_on_the_loop(
     caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    """Until then no thread looks, unless a trace or a debug logger asks."""
+    """A trace or a debug logger starts it, too."""
     with loader_of(Blocking(0.04)) as loader:
         for _ in loader:
             threads = {thread.name for thread in threading.enumerate()}
@@ -108,8 +108,8 @@ def test_a_report_asks_what_blocks_the_loop(
 
 
 @pytest.mark.slow
-async def test_the_callers_loop() -> None:
-    """Its own step holds up the reads; they can be on another loop."""
+async def test_a_step_that_blocks_the_callers_loop_is_named() -> None:
+    """It delays the reads, which could run on another loop."""
 
     async def main() -> Any:
         async with loader_of(Blocking(0.0), loop="caller") as loader:
@@ -120,11 +120,13 @@ async def test_the_callers_loop() -> None:
 
     lag = await main()
     assert lag is not None
-    assert "test_the_callers_loop.<locals>.main" in lag.culprit
+    assert (
+        "test_a_step_that_blocks_the_callers_loop_is_named.<locals>.main" in lag.culprit
+    )
     assert lag.is_callers
 
 
-def test_a_loop_that_is_free() -> None:
+def test_no_code_is_blamed_if_the_loop_is_free() -> None:
     with loader_of(Blocking(0.0)) as loader:
         for _ in loader:
             block(0.01)
@@ -133,7 +135,7 @@ def test_a_loop_that_is_free() -> None:
     assert "event loop blocked" not in str(loader.stats()) or lag is not None
 
 
-def test_nobody_looks_on_after_the_end() -> None:
+def test_the_watch_on_the_loop_ends_with_the_iteration() -> None:
     with loader_of(Blocking(0.04)) as loader:
         loader.report()
         for _ in loader:
@@ -144,7 +146,7 @@ def test_nobody_looks_on_after_the_end() -> None:
             assert not thread.is_alive()
 
 
-async def test_no_timer_is_left() -> None:
+async def test_the_watch_on_the_loop_leaves_no_timer() -> None:
     """Neither after the end, nor after a break; the next iteration has one again."""
     loop = asyncio.get_running_loop()
     watch = watch_of(loop, is_callers=True)
@@ -160,15 +162,15 @@ async def test_no_timer_is_left() -> None:
 
 
 @pytest.mark.slow
-def test_a_forked_child_looks_too() -> None:
-    """It has no copy of the thread that looks in its parent."""
+def test_a_forked_child_watches_its_own_loop() -> None:
+    """It has no copy of its parent's thread."""
     with loader_of(Blocking(0.04)) as loader:
         loader.report()
         for _ in loader:
-            if any(one.name == "aioloader-watch" for one in threading.enumerate()):
+            if any(t.name == "aioloader-watch" for t in threading.enumerate()):
                 break
         else:
-            raise AssertionError("nobody has looked")
+            raise AssertionError("no watch has started")
         child = os.fork()
         if not child:
             code = 1

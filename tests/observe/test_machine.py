@@ -1,4 +1,4 @@
-"""What a process may use of the machine, in a container too."""
+"""The cores and the memory that a process may use, in a container too."""
 
 import os
 from pathlib import Path
@@ -16,15 +16,15 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def written(folder: Path, **files: str) -> Path:
-    """Write the files of a group of processes; ``__`` stands for a dot."""
+    """Write the files of a control group; ``__`` stands for a dot."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in files.items():
         (folder / name.replace("__", ".")).write_text(text)
     return folder
 
 
-def test_a_quota_of_either_version(tmp_path: Path) -> None:
-    """Whole cores of it, one at least; without one, those the process may run on."""
+def test_quotas_of_both_cgroup_versions_limit_cores(tmp_path: Path) -> None:
+    """To whole cores, at least one."""
     assert cores(tmp_path) == 8
     assert cores(written(tmp_path, cpu__max="max 100000\n")) == 8
     assert cores(written(tmp_path / "a", cpu__max="250000 100000\n")) == 2
@@ -37,8 +37,8 @@ def test_a_quota_of_either_version(tmp_path: Path) -> None:
     assert cores(tmp_path / "c") == 8
 
 
-def test_ranks_share_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each rank has its part, and one core at least."""
+def test_ranks_share_the_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has at least one."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     assert cores(tmp_path) == 2
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "16")
@@ -52,10 +52,10 @@ def test_ranks_share_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         ("memory", "memory__limit_in_bytes", "memory__usage_in_bytes"),
     ],
 )
-def test_cached_files_do_not_count_as_used(
+def test_cached_files_do_not_count_as_used_memory(
     tmp_path: Path, folder: str, most: str, used: str
 ) -> None:
-    """In a container, pages that the kernel can drop at once leave room."""
+    """The kernel can drop these pages at once."""
     free = memory_left(tmp_path)
     stat = "anon 100\nfile 800\nshmem 50\ninactive_file 400\nactive_file 350\n"
     group = written(tmp_path / folder, memory__stat=stat, **{used: "900\n"})

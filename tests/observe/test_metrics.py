@@ -1,4 +1,4 @@
-"""Metrics for the real packages: names, values, loaders that are gone."""
+"""Metrics with the real packages: names, values, loaders that are collected."""
 
 import gc
 import sys
@@ -16,13 +16,13 @@ from observe.showing import Clock, Counting, Figures, Stage
 
 
 def scraped(registry: CollectorRegistry) -> dict[tuple[Any, ...], float]:
-    """Return what a scrape finds, read by the package's own parser."""
+    """Return the metrics of a scrape, read by the package's own parser."""
     text = generate_latest(registry).decode()
     assert text.count("# TYPE") == len(set(text.split("# TYPE ")[1:]))
     return {
-        (one.name, *sorted(one.labels.items())): one.value
+        (sample.name, *sorted(sample.labels.items())): sample.value
         for family in text_string_to_metric_families(text)
-        for one in family.samples
+        for sample in family.samples
     }
 
 
@@ -59,47 +59,46 @@ EXPECTED: dict[tuple[Any, ...], float] = {
     ("aioloader_batches_ready",): 1.5,
     ("aioloader_loop_held_ratio",): 0.125,
     **{
-        ("aioloader_wait_duration_seconds", ("quantile", at)): seconds
-        for at, seconds in (("0.5", 0.1), ("0.95", 0.2), ("0.99", 0.3))
+        ("aioloader_wait_duration_seconds", ("quantile", q)): seconds
+        for q, seconds in (("0.5", 0.1), ("0.95", 0.2), ("0.99", 0.3))
     },
     **{
         ("aioloader_stage_utilization_ratio", READ, ("state", state)): share
         for state, share in (("busy", 0.75), ("starved", 0.25), ("blocked", 0))
     },
     **{
-        ("aioloader_stage_duration_seconds", ("quantile", at), READ): seconds
-        for at, seconds in (("0.5", 0.1), ("0.95", 0.2), ("0.99", 0.3))
+        ("aioloader_stage_duration_seconds", ("quantile", q), READ): seconds
+        for q, seconds in (("0.5", 0.1), ("0.95", 0.2), ("0.99", 0.3))
     },
 }
 
 
-def test_a_scrape() -> None:
-    """All figures, by their names, with the loader's name."""
+def test_a_scrape_has_all_figures_of_a_named_loader() -> None:
     loader = full()
     registry = CollectorRegistry()
     registry.register(PrometheusCollector(train=loader))
-    found = scraped(registry)
-    assert found == {
+    metrics = scraped(registry)
+    assert metrics == {
         (name, ("loader", "train"), *labels): value
         for (name, *labels), value in EXPECTED.items()
     }
 
 
-def test_opentelemetry_has_the_same() -> None:
-    """By its own names and attributes, of one moment; counters only rise."""
+def test_opentelemetry_has_the_same_figures() -> None:
+    """By its own names and attributes, read at one moment; counters only rise."""
     loader, reader = full(), InMemoryMetricReader()
     provider = MeterProvider([reader])
     observe_with_opentelemetry(provider.get_meter("test"), train=loader)
-    found = observed(reader)
-    names = {name[0] for name in found}
-    assert len(found) == len(EXPECTED)
+    metrics = observed(reader)
+    names = {name[0] for name in metrics}
+    assert len(metrics) == len(EXPECTED)
     assert {"aioloader.batches", "aioloader.wait.time", "aioloader.epoch"} < names
     key = ("aioloader.loader", "train")
     stage = ("aioloader.stage", "read"), ("aioloader.state", "busy")
-    assert found["aioloader.batches", "{batch}", True, key] == 9
-    assert found["aioloader.wait.time", "s", True, key] == 1.5
-    assert found["aioloader.batches.in_flight", "{batch}", False, key] == 3
-    assert found["aioloader.stage.utilization", "1", False, key, *stage] == 0.75
+    assert metrics["aioloader.batches", "{batch}", True, key] == 9
+    assert metrics["aioloader.wait.time", "s", True, key] == 1.5
+    assert metrics["aioloader.batches.in_flight", "{batch}", False, key] == 3
+    assert metrics["aioloader.stage.utilization", "1", False, key, *stage] == 0.75
     assert loader.looks == 1
     loader.figures.batches += 1
     assert observed(reader)["aioloader.batches", "{batch}", True, key] == 10
@@ -128,7 +127,7 @@ def observed(reader: InMemoryMetricReader) -> dict[tuple[Any, ...], float]:
 
 
 def test_counters_never_fall() -> None:
-    """Iterations are added up, whenever they are read; also of the same number."""
+    """They add up iterations, whenever they are read, also of the same epoch."""
     loader = Counting(Clock())
     registry = CollectorRegistry()
     registry.register(PrometheusCollector(train=loader))
@@ -141,8 +140,8 @@ def test_counters_never_fall() -> None:
     assert totals == [5, 8, 10, 18, 18, 22, 28]
 
 
-def test_several_loaders() -> None:
-    """Real ones, of which one goes; a second collector of the same names is refused."""
+def test_a_collector_serves_several_loaders() -> None:
+    """Until one is collected; a second collector of the same names is refused."""
     train, test = DataLoader(range(8), 2), DataLoader(range(4), 4)
     registry = CollectorRegistry(auto_describe=True)
     registry.register(PrometheusCollector(train=train, test=test))
@@ -150,17 +149,18 @@ def test_several_loaders() -> None:
         registry.register(PrometheusCollector(other=train))
     list(train)
     list(test)
-    found = scraped(registry)
-    assert found["aioloader_batches_total", ("loader", "train")] == 4
-    assert found["aioloader_batches_total", ("loader", "test")] == 1
+    metrics = scraped(registry)
+    assert metrics["aioloader_batches_total", ("loader", "train")] == 4
+    assert metrics["aioloader_batches_total", ("loader", "test")] == 1
     del test
     gc.collect()
     assert {dict(labels)["loader"] for _, *labels in scraped(registry)} == {"train"}
 
 
 @pytest.mark.parametrize("package", ["prometheus_client", "opentelemetry.metrics"])
-def test_what_is_not_installed(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Is said, with the extra to install."""
+def test_a_missing_package_is_named_with_its_extra(
+    package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ImportError, match=r'pip install "aioloader\[metrics-'):
         if package == "prometheus_client":

@@ -16,13 +16,13 @@ from observe.clock import seconds_per_batch as seconds_of
 
 
 def costs(count: int = 1, **given: Any) -> Costs:
-    """Return the costs of batches; what is not given takes no time."""
-    arrays = {one.name: np.zeros(count) for one in fields(Costs)
-              if one.default is MISSING}  # fmt: skip
+    """Return the costs of batches; a cost that is not given is zero."""
+    arrays = {field.name: np.zeros(count) for field in fields(Costs)
+              if field.default is MISSING}  # fmt: skip
     arrays |= {"reads": np.ones(count), "samples": np.ones(count)}
     return Costs(**arrays | {
-        name: arrays[name] * 0 + one if name in arrays else one
-        for name, one in given.items()
+        name: arrays[name] * 0 + cost if name in arrays else cost
+        for name, cost in given.items()
     })  # fmt: skip
 
 
@@ -42,7 +42,7 @@ SETTINGS = st.one_of(
         window=st.integers(1, 6),
         concurrency=st.sampled_from([4, 8, 16]),
         on_device=st.integers(0, 2),
-    ).map(lambda one: one if one.place == "loop" else replace(one, concurrency=1)),
+    ).map(lambda s: s if s.place == "loop" else replace(s, concurrency=1)),
     st.builds(
         lambda number, each, in_order: workers(
             number, window=number * each, in_order=in_order

@@ -42,13 +42,13 @@ VERDICT = Report(
 
 def records(count: int, *, is_made: bool = True) -> list[BatchRecord]:
     """Return batches, one a second: read in 0.6 s, transformed in 1, collated in .2."""
-    found = []
+    batches = []
     for number in range(count):
-        at = float(number)
-        made: BatchTimes = (at, at + 0.6, at + 0.6, at + 1.6, at + 1.8, 0.0, 0.0, 0.0)
+        t = float(number)
+        made: BatchTimes = (t, t + 0.6, t + 0.6, t + 1.6, t + 1.8, 0.0, 0.0, 0.0)
         made = made if is_made else NOT_MADE
-        found.append(BatchRecord(number, at + 1.4, at + 2.0, number % 2, 4, made))
-    return found
+        batches.append(BatchRecord(number, t + 1.4, t + 2.0, number % 2, 4, made))
+    return batches
 
 
 def written(
@@ -75,31 +75,31 @@ def parsed(text: str) -> ET.Element:
 
 
 class References(HTMLParser):
-    """What a page refers to."""
+    """The addresses that a page refers to."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: list[str] = []
+        self.addresses: list[str] = []
         self.tags: set[str] = set()
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """Note what names another resource."""
+        """Note the addresses of a tag."""
         self.tags.add(tag)
         names = {"href", "src", "srcset", "data", "action", "xlink:href"}
-        self.found += [str(value) for name, value in attrs if name in names]
+        self.addresses += [str(value) for name, value in attrs if name in names]
 
 
-@pytest.mark.parametrize(
-    "setting", SETTINGS, ids=lambda one: one.place + one.worker_kind
-)
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda s: s.place + s.worker_kind)
 @pytest.mark.parametrize("count", [0, 1, 2, 1024])
-def test_any_page(tmp_path: Path, setting: RecordedSettings, count: int) -> None:
-    """Is well-formed, refers to nothing, and has all its parts."""
+def test_every_page_is_well_formed_and_self_contained(
+    tmp_path: Path, setting: RecordedSettings, count: int
+) -> None:
+    """It has all its parts."""
     text = written(tmp_path / "page.html", records(count), setting)
     root = parsed(text)
     references = References()
     references.feed(text)
-    assert references.found == ["data:,"]
+    assert references.addresses == ["data:,"]
     assert not {"script", "iframe", "object", "img"} & references.tags
     assert "http" not in text.replace("http-equiv", "")
     assert "url(" not in text
@@ -108,8 +108,9 @@ def test_any_page(tmp_path: Path, setting: RecordedSettings, count: int) -> None
     assert {"NaN", "nan", "inf"}.isdisjoint(re.findall(r"[\w.]+", text))
 
 
-def test_the_cores_of_a_loader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are on its page and in its trace, as in its report."""
+def test_page_and_trace_have_the_number_of_cores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("aioloader._base.machine.cores", lambda: 12)
     page, trace = tmp_path / "page.html", tmp_path / "run.json"
     for ahead in (None, 2):
@@ -122,15 +123,14 @@ def test_the_cores_of_a_loader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         assert "<td>cores</td><td>12</td>" in page.read_text()
 
 
-def test_what_is_said(tmp_path: Path) -> None:
-    """The verdict, figures, and a row for each stage; in the reader's words."""
+def test_the_page_has_verdict_figures_and_stages(tmp_path: Path) -> None:
     root = parsed(written(tmp_path / "page.html", records(50)))
     assert root.findtext(".//h1") == VERDICT.headline
     assert root.findtext("head/title") == VERDICT.headline
-    said = ["".join(one.itertext()) for one in root.findall(".//p")]
+    said = ["".join(node.itertext()) for node in root.findall(".//p")]
     assert {str(VERDICT.advice), "2 samples failed."} < {*said}
     assert "Measured over the latest 50 batches." in said
-    tiles = ["".join(one.itertext()) for one in root.findall(".//li")]
+    tiles = ["".join(node.itertext()) for node in root.findall(".//li")]
     assert tiles[:3] == [
         "60% of the time waiting",
         "1 batches per second",
@@ -139,18 +139,11 @@ def test_what_is_said(tmp_path: Path) -> None:
     table = root.findall(".//table")[0]
     rows = [[cell.text or "" for cell in row] for row in table.iter("tr")]
     assert rows[1] == ["read", "2", "30%", "50%", "20%", "600 ms", "0 s", "900 ms"]
-    assert [row[0] for row in rows[1:]] == [*(one.name for one in STAGES), "wait"]
+    assert [row[0] for row in rows[1:]] == [*(stage.name for stage in STAGES), "wait"]
     assert rows[-1][5:] == ["600 ms"] * 3
 
 
-def size(box: ET.Element) -> float:
-    """Return the width of a box, or its height, in percent."""
-    (found,) = re.findall(r"(?:width|height):([\d.]+)%", str(box.get("style")))
-    return float(found)
-
-
-def test_a_page_is_replaced_whole(tmp_path: Path) -> None:
-    """Or not at all."""
+def test_a_page_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
     path = tmp_path / "page.html"
     path.write_text("before")
     broken: Any = SimpleNamespace(**vars(Figures()), headline="x")
@@ -163,9 +156,9 @@ def test_a_page_is_replaced_whole(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
-def test_in_a_browser(tmp_path: Path) -> None:
-    """Without an error, light and dark; a page that asks for a file has one."""
-    page, other = tmp_path / "page.html", tmp_path / "other.html"
+def test_a_browser_shows_the_page_without_errors(tmp_path: Path) -> None:
+    """In light and dark; a page that loads a file has an error."""
+    page, broken = tmp_path / "page.html", tmp_path / "broken.html"
     text = written(page, records(200))
     pictures = []
     for scheme in ("light", "dark"):
@@ -173,13 +166,13 @@ def test_in_a_browser(tmp_path: Path) -> None:
         assert errors == []
         pictures.append(picture)
     assert len(set(pictures)) == 2
-    other.write_text(text.replace("<main>", '<main><img src="http://127.0.0.1:1/x"/>'))
-    errors, _ = rendered(other, "light")
-    assert any("Content Security Policy" in one for one in errors)
+    broken.write_text(text.replace("<main>", '<main><img src="http://127.0.0.1:1/x"/>'))
+    errors, _ = rendered(broken, "light")
+    assert any("Content Security Policy" in error for error in errors)
 
 
 def rendered(page: Path, scheme: str) -> tuple[list[str], bytes]:
-    """Return the errors in the browser's console, and a picture."""
+    """Return the errors in the browser's console, and a screenshot."""
     assert CHROMIUM is not None
     picture = page.with_suffix(".png")
     command = [

@@ -1,4 +1,4 @@
-"""A progress display: what it shows, where, and that it leaves nothing behind."""
+"""A progress display: what it shows, where, and that it leaves nothing open."""
 
 import asyncio
 import gc
@@ -23,7 +23,7 @@ from working import AsyncNumbers, Numbers
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """Have the display's time go by hand."""
+    """Return the display's clock, which only advances by assignment."""
     clock = Clock()
     monkeypatch.setattr(module, "clock", clock)
     monkeypatch.setattr(module, "_logged", weakref.WeakKeyDictionary())
@@ -39,25 +39,25 @@ def terminal(
     if request.param == "plain":
         monkeypatch.setitem(sys.modules, "tqdm", None)
     yield Terminal()
-    assert not [one for one in gc.get_objects() if is_bar(one)]
-    assert not [
-        one for one in threading.enumerate() if type(one).__name__ == "TMonitor"
-    ]
+    assert not any(map(is_bar, gc.get_objects()))
+    assert not [t for t in threading.enumerate() if type(t).__name__ == "TMonitor"]
 
 
-def is_bar(one: object) -> bool:
-    """Tell whether it is a bar that was not closed."""
-    return type(one).__name__ == "Bar" and isinstance(one, tqdm) and not one.disable
+def is_bar(bar: object) -> bool:
+    """Return whether an object is an open bar."""
+    return type(bar).__name__ == "Bar" and isinstance(bar, tqdm) and not bar.disable
 
 
 @pytest.mark.parametrize("way", ["for", "async for"])
-async def test_figures(clock: Clock, terminal: Terminal, way: str) -> None:
-    """Rates, bytes, the share of waiting; of the whole at the end."""
+async def test_the_display_shows_rates_bytes_and_waiting(
+    clock: Clock, terminal: Terminal, way: str
+) -> None:
+    """At the end, of the whole epoch."""
     shown = progress(Counting(clock), desc="train", file=terminal)
     if way == "for":
-        numbers = [one["number"] for one in shown]
+        numbers = [batch["number"] for batch in shown]
     else:
-        numbers = [one["number"] async for one in shown]
+        numbers = [batch["number"] async for batch in shown]
     assert numbers == list(range(8))
     last = terminal.lines()[-1]
     assert last.startswith("train: ")
@@ -66,8 +66,9 @@ async def test_figures(clock: Clock, terminal: Terminal, way: str) -> None:
     assert len(terminal.lines()) >= 8
 
 
-def test_a_resumed_epoch(clock: Clock, terminal: Terminal) -> None:
-    """Begins where the loader does."""
+def test_a_resumed_epoch_begins_at_its_position(
+    clock: Clock, terminal: Terminal
+) -> None:
     loader = Counting(clock, batches=3)
     loader.figures.resumed_at = 5
     for _ in progress(loader, file=terminal):
@@ -79,8 +80,10 @@ def test_a_resumed_epoch(clock: Clock, terminal: Terminal) -> None:
 
 
 @pytest.mark.parametrize(("costs", "looks"), [(0.0, range(18, 23)), (0.005, [3])])
-def test_looks_seldom(clock: Clock, costs: float, looks: Sequence[int]) -> None:
-    """By time; figures take a thousandth of it, and the position is always shown."""
+def test_stats_are_read_seldom(
+    clock: Clock, costs: float, looks: Sequence[int]
+) -> None:
+    """That takes a thousandth of the time; the position is always shown."""
     loader, terminal = Counting(clock, batches=1000, seconds=0.01), Terminal()
     loader.costs = costs
     for _ in progress(loader, file=terminal):
@@ -89,24 +92,25 @@ def test_looks_seldom(clock: Clock, costs: float, looks: Sequence[int]) -> None:
     assert len(terminal.lines()) >= 18
 
 
-def test_elsewhere_a_line_a_minute(
+def test_a_line_a_minute_is_logged_without_a_terminal(
     clock: Clock, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Is logged, also where epochs are shorter; nothing is printed."""
+    """Also if epochs are shorter; nothing is printed."""
     caplog.set_level(logging.INFO, "aioloader")
     loader = Counting(clock, batches=40)
     for _ in range(5):
         for _ in progress(loader, desc="train"):
             pass
     assert capsys.readouterr() == ("", "")
-    said = [one.getMessage() for one in caplog.records]
+    said = [record.getMessage() for record in caplog.records]
     assert len(said) == 3
     assert said[0].startswith("train: 20 of 40 batches (50%), ")
     assert said[0].endswith("samples/s, 1 kB/s, waiting 25%")
 
 
-def test_nothing_to_write_to(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither without a stderr, nor with a closed one."""
+def test_a_missing_or_closed_stderr_is_no_error(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     closed = io.StringIO()
     closed.close()
     for file in (None, closed):
@@ -114,8 +118,7 @@ def test_nothing_to_write_to(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> N
         assert len(list(progress(Counting(clock)))) == 8
 
 
-def test_a_terminal_that_goes(clock: Clock, terminal: Terminal) -> None:
-    """Does not end the training."""
+def test_a_closed_terminal_ends_no_training(clock: Clock, terminal: Terminal) -> None:
     taken = 0
     for _ in progress(Counting(clock), file=terminal):
         taken += 1
@@ -124,8 +127,8 @@ def test_a_terminal_that_goes(clock: Clock, terminal: Terminal) -> None:
     assert taken == 8
 
 
-def test_a_break(clock: Clock, terminal: Terminal) -> None:
-    """Ends the display, as ``close`` does; the loader's iterator is gone."""
+def test_a_break_ends_the_display(clock: Clock, terminal: Terminal) -> None:
+    """So does ``close``; the loader's iterator is released."""
     loader = DataLoader(AsyncMap(64), 2)
     for number, _ in enumerate(progress(loader, file=terminal)):
         clock.now += 1
@@ -140,8 +143,7 @@ def test_a_break(clock: Clock, terminal: Terminal) -> None:
     loader.close()
 
 
-async def test_cancellation(clock: Clock, terminal: Terminal) -> None:
-    """As ``break``, from outside."""
+async def test_cancellation_ends_the_display(clock: Clock, terminal: Terminal) -> None:
     loader = DataLoader(AsyncMap(64), 2)
     taken = asyncio.Event()
 
@@ -162,8 +164,10 @@ async def test_cancellation(clock: Clock, terminal: Terminal) -> None:
     await loader.aclose()
 
 
-async def test_a_wait_is_cancelled(clock: Clock, terminal: Terminal) -> None:
-    """No batch is lost; the iteration can go on."""
+async def test_cancelling_a_wait_loses_nothing(
+    clock: Clock, terminal: Terminal
+) -> None:
+    """Iteration can resume."""
     arrived = asyncio.Event()
 
     class Slow(AsyncNumbers):
@@ -190,8 +194,8 @@ def test_an_exception_of_the_consumer_holds_no_iterator(clock: Clock) -> None:
     terminal = Terminal()
 
     def train() -> None:
-        for one in progress(Counting(clock), file=terminal):
-            1 / (3 - one["number"])
+        for batch in progress(Counting(clock), file=terminal):
+            1 / (3 - batch["number"])
 
     with pytest.raises(ZeroDivisionError) as caught:
         train()
@@ -206,8 +210,10 @@ class Failing(Numbers):
         return 6 // (index - 1)
 
 
-def test_an_exception_of_the_dataset(clock: Clock, terminal: Terminal) -> None:
-    """Is raised as it is, holds no iterator; a caller may go on."""
+def test_an_exception_of_the_dataset_is_raised(
+    clock: Clock, terminal: Terminal
+) -> None:
+    """It holds no iterator; iteration can resume."""
     batches = iter(progress(DataLoader(Failing(4), None), file=terminal))
     assert next(batches) == -6
     with pytest.raises(ZeroDivisionError) as caught:
@@ -220,8 +226,9 @@ def test_an_exception_of_the_dataset(clock: Clock, terminal: Terminal) -> None:
     assert "__next__" in frames
 
 
-async def test_exceptions_in_async_for(clock: Clock, terminal: Terminal) -> None:
-    """The same."""
+async def test_async_exceptions_hold_no_iterator(
+    clock: Clock, terminal: Terminal
+) -> None:
     batches = aiter(progress(DataLoader(Failing(), None), file=terminal))
     assert await anext(batches) == -6
     with pytest.raises(ZeroDivisionError) as caught:
@@ -233,29 +240,29 @@ async def test_exceptions_in_async_for(clock: Clock, terminal: Terminal) -> None
     assert caught.value.__traceback__ is not None
 
 
-@pytest.mark.parametrize("at", [4, 8])
-def test_an_interrupt_loses_no_batch(clock: Clock, terminal: Terminal, at: int) -> None:
-    """It comes while figures are read: before a batch is asked for; or at the end."""
+@pytest.mark.parametrize("n", [4, 8])
+def test_an_interrupt_loses_no_batch(clock: Clock, terminal: Terminal, n: int) -> None:
+    """It comes while figures are read, before a batch is requested or at the end."""
 
     class Interrupted(Counting):
         is_pending = True
 
         def stats(self) -> Any:
-            if self.is_pending and self.figures.batches == at:
+            if self.is_pending and self.figures.batches == n:
                 self.is_pending = False
                 raise KeyboardInterrupt
             return super().stats()
 
     batches = iter(progress(Interrupted(clock), file=terminal))
-    taken = [next(batches)["number"] for _ in range(at)]
+    taken = [next(batches)["number"] for _ in range(n)]
     with pytest.raises(KeyboardInterrupt):
         next(batches)
-    assert [*taken, *(one["number"] for one in batches)] == list(range(8))
+    assert [*taken, *(batch["number"] for batch in batches)] == list(range(8))
     assert terminal.getvalue().endswith("\n")
 
 
-def test_epochs_of_one_display(clock: Clock, terminal: Terminal) -> None:
-    """Each has its bar; the loader's length is its own."""
+def test_each_epoch_of_a_display_has_a_bar(clock: Clock, terminal: Terminal) -> None:
+    """Its length is the loader's."""
     loader = DataLoader(range(6), 2)
     shown = progress(loader, file=terminal, leave=False)
     assert len(shown) == 3

@@ -1,4 +1,4 @@
-"""What is noted of each batch: the same in every place where batches are made."""
+"""Each batch has a record of its times, wherever it is made."""
 
 import asyncio
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
@@ -10,7 +10,6 @@ import torch
 from torch.utils.data import TensorDataset
 
 from aioloader import DataLoader
-from aioloader._base.records import BatchRecord, bytes_of
 from aioloader.datasets import from_iterable
 from beside import beside
 from samples import AsyncBatchMap, AsyncMap, AsyncStream, SyncMap, SyncStream
@@ -23,32 +22,32 @@ PLACES: dict[str, dict[str, Any]] = {
 }
 
 
-def records(loader: DataLoader[Any]) -> list[BatchRecord]:
-    """Return those of the latest epoch."""
+def records(loader: DataLoader[Any]) -> list[Any]:
+    """Return the records of the latest epoch."""
     return [*loader.stats()._records]
 
 
-def check(found: list[BatchRecord], *, size: int, busy: bool = False) -> None:
-    """Assert that clocks go forwards, from batch to batch and within each."""
-    assert found
-    assert all(one.samples == size for one in found)
+def check(records: list[Any], *, size: int, busy: bool = False) -> None:
+    """Assert that times increase, from batch to batch and within each."""
+    assert records
     before = 0.0
-    for one in found:
-        began, read, started, transformed, collated, seconds, *_ = one.made
+    for record in records:
+        began, read, started, transformed, collated, seconds, *_ = record.made
+        assert record.samples == size
         assert 0 < began <= read <= started
-        assert started <= transformed <= collated <= one.taken
-        assert before <= one.asked <= one.taken
+        assert started <= transformed <= collated <= record.taken
+        assert before <= record.asked <= record.taken
         assert (seconds > 0) == busy
-        before = one.taken
+        before = record.taken
 
 
 def plus(sample: Any) -> Any:
-    """Transform."""
+    """Serve as a transform."""
     return sample
 
 
 async def plus_async(sample: Any) -> Any:
-    """Transform."""
+    """Serve as an async transform."""
     await asyncio.sleep(0)
     return sample
 
@@ -61,24 +60,24 @@ async def plus_async(sample: Any) -> Any:
 async def test_each_batch_has_a_record(
     way: str, kind: Any, place: str, transform: Any
 ) -> None:
-    """Of when it was asked for, read, collated and taken, and by whom."""
+    """Of when it was requested, read, collated and taken, and by which worker."""
     options = {"batch_size": 4, "transform": transform, **PLACES[place]}
     async with DataLoader(kind(24), **options) as loader:
         if way == "for":
             batches = await beside(lambda: len(list(loader)))
         else:
             batches = len([batch async for batch in loader])
-        found = records(loader)
-        assert len(found) == batches == loader.stats().batches
+        latest = records(loader)
+        assert len(latest) == batches == loader.stats().batches
         is_awaited = kind is AsyncMap or transform is plus_async
-        check(found, size=4, busy=is_awaited)
-        lanes = {one.worker for one in found}
+        check(latest, size=4, busy=is_awaited)
+        lanes = {record.worker for record in latest}
         assert lanes <= ({0} if place == "in process" else {0, 1})
-        assert [one.number for one in found] == list(range(batches))
+        assert [record.number for record in latest] == list(range(batches))
 
 
-async def test_batches_made_elsewhere() -> None:
-    """Read as a whole; gathered at once; a stream's block; those of other processes."""
+async def test_batches_made_by_other_ways_have_records() -> None:
+    """Read by batches, gathered, blocks of a stream, or made by an executor."""
     for dataset in (
         AsyncBatchMap(24),
         TensorDataset(torch.arange(24)),
@@ -98,7 +97,7 @@ async def test_batches_made_elsewhere() -> None:
 
 
 def refuse_odd(sample: Any) -> Any:
-    """Fail at each second sample."""
+    """Raise for each second sample."""
     if sample[1] % 2:
         raise ValueError("planted")
     return sample
@@ -108,8 +107,10 @@ def refuse_odd(sample: Any) -> Any:
 @pytest.mark.parametrize("transform", [None, refuse_odd])
 @pytest.mark.parametrize("place", [*PLACES, "executor"])
 @pytest.mark.parametrize("kind", KINDS)
-async def test_samples_of_a_batch(kind: Any, place: str, transform: Any) -> None:
-    """Neither those that were skipped nor those after the end of a stream."""
+async def test_only_delivered_samples_count(
+    kind: Any, place: str, transform: Any
+) -> None:
+    """Not those that were skipped, nor those after the end of a stream."""
     with ThreadPoolExecutor(2) as pool:
         options = PLACES.get(place, {"num_workers": 2, "workers": pool})
         loader = DataLoader(
@@ -119,18 +120,24 @@ async def test_samples_of_a_batch(kind: Any, place: str, transform: Any) -> None
             batches: list[Any] = await beside(partial(list, loader))
     sizes = [len(batch[1]) for batch in batches]
     assert 1 <= min(sizes) <= 2
-    assert [one.samples for one in records(loader)] == sizes
+    assert [record.samples for record in records(loader)] == sizes
     assert loader.stats().samples == sum(sizes)
 
 
-def test_bytes_of_a_batch() -> None:
+def test_stats_measure_the_bytes_of_any_batch() -> None:
     """Tensors, bytes and text, in any container; of many items, some are measured."""
+
+    def nbytes(batch: Any) -> float:
+        loader = DataLoader(range(2), collate_fn=lambda _: batch)
+        list(loader)
+        return loader.stats().batch_bytes
+
     tensor = torch.zeros(10, 10)
     batch = {"a": tensor, "b": (b"12345", ["abc"]), "c": tensor.numpy()}
-    assert bytes_of(batch) == 400 + 5 + 3 + 400
-    assert bytes_of([tensor] * 1000) == 400_000
-    assert bytes_of([]) == 0
-    assert bytes_of(torch.eye(3).to_sparse()) >= 0
+    assert nbytes(batch) == 400 + 5 + 3 + 400
+    assert nbytes([tensor] * 1000) == 400_000
+    assert nbytes([]) == 0
+    assert nbytes(torch.eye(3).to_sparse()) >= 0
     circle: list[Any] = []
     circle.append(circle)
-    assert bytes_of(circle) == 0
+    assert nbytes(circle) == 0

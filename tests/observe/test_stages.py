@@ -1,4 +1,4 @@
-"""Stage statistics are exact where they can be, and their sums agree."""
+"""Statistics of stages are exact, and their sums agree."""
 
 from dataclasses import replace
 
@@ -18,23 +18,23 @@ def one_after_the_other(count: int, waits: float = 0.0) -> list[BatchRecord]:
     """Return batches made inline: 3 s read, 2 s transformed, 1 s collated, 4 s used."""
     records = []
     for number in range(count):
-        at = 10.0 * number + 100
-        made = (at, at + 3, at + 3, at + 5, at + 6, 0.0, 0.0, 0.0)
-        records.append(BatchRecord(number, at, at + 6 + waits, 0, 8, made))
+        t = 10.0 * number + 100
+        made = (t, t + 3, t + 3, t + 5, t + 6, 0.0, 0.0, 0.0)
+        records.append(BatchRecord(number, t, t + 6 + waits, 0, 8, made))
     return records
 
 
 def named(stages: tuple[StageStats, ...], name: str) -> StageStats:
-    """Return one of them."""
+    """Return the stage of a name."""
     return next(stage for stage in stages if stage.name == name)
 
 
-def test_copies_to_a_device() -> None:
-    """One every 10 s: asked for at 0, begun at 2, there at 5; then there is no room."""
+def test_copies_to_a_device_are_a_stage() -> None:
+    """One every 10 s: requested at 0, begun at 2, done at 5; then there is no room."""
     records = one_after_the_other(4)
     copies = [
-        Copy(at, 100 + 10.0 * at, 102 + 10.0 * at, 105 + 10.0 * at, 1 << 20)
-        for at in range(4)
+        Copy(n, 100 + 10.0 * n, 102 + 10.0 * n, 105 + 10.0 * n, 1 << 20)
+        for n in range(4)
     ]
     setting = RecordedSettings("thread", on_device=1)
     stages = stage_stats(records, setting, copies)
@@ -42,7 +42,7 @@ def test_copies_to_a_device() -> None:
     device = named(stages, "device")
     assert (device.busy, device.starved, device.blocked) == (12, 8, 16)
     assert (device.items, device.nbytes, device.p50) == (4, 4 << 20, 3)
-    # One that is begun while another is under way counts from the end of that.
+    # A copy that begins during another one counts from the end of that.
     copies = [Copy(0, 100, 100, 106, 1), Copy(1, 101, 103, 110, 1)]
     device = named(stage_stats(records[:2], setting, copies), "device")
     assert (device.busy, device.starved, device.blocked) == (10, 0, 6)
@@ -63,7 +63,9 @@ def test_copies_to_a_device() -> None:
         ]
     ),
 )
-def test_sums_agree(batches: list[Ticks], setting: RecordedSettings) -> None:
+def test_the_seconds_of_a_stage_add_up(
+    batches: list[Ticks], setting: RecordedSettings
+) -> None:
     records = Clock(setting, batches).run(20)
     seconds = records[-1].taken - records[0].asked
     for stage in stage_stats(records, setting):
@@ -72,7 +74,7 @@ def test_sums_agree(batches: list[Ticks], setting: RecordedSettings) -> None:
         assert min(parts) >= -1e-9
 
 
-def test_a_table_for_people() -> None:
+def test_stats_are_printed_as_a_table() -> None:
     records = one_after_the_other(4)
     stats = replace(
         NOTHING,

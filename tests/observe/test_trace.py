@@ -1,49 +1,40 @@
-"""Traces: their format, their sums, their clock; and merged with torch's."""
+"""Traces: their format, their sums, their clock, and merging with torch's."""
 
 import asyncio
 import gzip
 import json
 import math
-import time
+from itertools import accumulate
 from pathlib import Path
-from types import BuiltinMethodType
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from aioloader import DataLoader, merge_traces
-from aioloader._base.records import (
-    NOT_MADE,
-    Copy,
-    Counters,
-    RecordedSettings,
-    Records,
-    RecordTuple,
-)
-from aioloader._observe.trace import Trace, Traced, trace_events
-from observe.showing import SETTINGS, WORKERS
+from aioloader._base.records import Copy, Counters, RecordedSettings
+from aioloader._observe.trace import Traced, trace_events
+from observe.showing import SETTINGS
 from observe.trace_format import check_trace, of_kind, tracks
 
 
-def record(number: int, at: float, *, lane: int = 0, size: int = 4) -> RecordTuple:
-    """Return a batch that took 2 s to read, 1 to wait, 3 to transform, 1 to collate."""
-    made = (at, at + 2, at + 3, at + 6, at + 7, 5.0, 0.5, 0.1)
-    return number, at + 5, at + 8, lane, size, made, 0.0
-
-
 def traced(setting: RecordedSettings, count: int = 6) -> Traced:
-    """Return an epoch of batches that overlap where there are two lanes."""
-    lanes = max(1, setting.workers)
-    records = [record(n, 4.0 * n, lane=n % lanes) for n in range(count)]
-    return Traced(Counters(3), setting, records)
+    """Return an epoch of batches that overlap if there are two lanes.
+
+    Each took 2 s to read, 1 to wait, 3 to transform, 1 to collate.
+    """
+    epoch = Traced(Counters(3), setting)
+    for n in range(count):
+        t, lane = 4.0 * n, n % max(1, setting.workers)
+        made = (t, t + 2, t + 3, t + 6, t + 7, 5.0, 0.5, 0.1)
+        epoch.records.append((n, t + 5, t + 8, lane, 4, made, 0.0))
+    return epoch
 
 
 def loaded(path: Path) -> Any:
-    """Return a trace that keeps to the format."""
+    """Return the trace of a file, after a check of its format."""
     content = path.read_bytes()
     if path.suffix == ".gz":
         content = gzip.decompress(content)
@@ -53,8 +44,8 @@ def loaded(path: Path) -> Any:
 
 
 def total(events: list[Any], name: str) -> float:
-    """Return the seconds of all events of a name."""
-    return math.fsum(one["dur"] for one in of_kind(events, name)) / 1e6
+    """Return the total seconds of the events of a name."""
+    return math.fsum(event["dur"] for event in of_kind(events, name)) / 1e6
 
 
 @given(
@@ -69,17 +60,17 @@ def total(events: list[Any], name: str) -> float:
     ),
     st.sampled_from(SETTINGS),
 )
-def test_any_times(drawn: list[Any], setting: RecordedSettings) -> None:
-    """Nothing overlaps on a track, whatever was recorded; every second is there."""
-    one = Traced(Counters(0), setting)
+def test_events_of_a_track_do_not_overlap(
+    drawn: list[Any], setting: RecordedSettings
+) -> None:
+    """Whatever was recorded; every second is there."""
+    epoch = Traced(Counters(0), setting)
     for number, (began, wait, lane, lasts) in enumerate(drawn):
-        at = [began]
-        for seconds in lasts:
-            at.append(at[-1] + seconds)
-        asked = at[-1] - wait
-        made = (*at, 0.0, 0.0, 0.0)
-        one.records.append((number, asked, at[-1] + 1, lane, 1, made, 0.0))
-    events = list(trace_events([one], 0, 1))
+        times = [*accumulate(lasts, initial=began)]
+        asked, taken = times[-1] - wait, times[-1] + 1
+        made = (*times, 0.0, 0.0, 0.0)
+        epoch.records.append((number, asked, taken, lane, 1, made, 0.0))
+    events = list(trace_events([epoch], 0, 1))
     check_trace({"traceEvents": events})
     for index, stage in enumerate(("read", "queued", "transform", "collate")):
         seconds = sum(lasts[index] for *_, lasts in drawn)
@@ -91,8 +82,8 @@ def test_any_times(drawn: list[Any], setting: RecordedSettings) -> None:
     assert batches == set(range(len(drawn)))
 
 
-def test_tracks() -> None:
-    """The consumer's first, then the readers', one for each worker, then the copies."""
+def test_a_trace_has_a_track_for_each_worker() -> None:
+    """The consumer's first, then reads, workers, copies."""
     both = RecordedSettings("workers", workers=2, worker_kind="thread", concurrency=64)
     epoch = traced(both)
     epoch.copies = [Copy(0, 7.0, 8.0, 8.5, 64), Copy(1, 11.0, 12.0, 12.5, 64)]
@@ -107,56 +98,44 @@ def test_tracks() -> None:
     assert inline == ["consumer", "loader", "loader (2)"]
 
 
-def test_all_records_of_all_epochs(tmp_path: Path) -> None:
-    """Not only those that are kept; from those of the epoch under way at its start."""
-    traces: list[Trace] = []
-    path = tmp_path / "run.json"
-    under_way, next_one = Records(), Records()
-    under_way.append(record(0, 0.0))
-    trace = Trace(path, traces)
-    trace.follow(Counters(0, records=under_way), WORKERS)
-    with trace:
-        assert traces == [trace]
-        for number in range(1, 3000):
-            under_way.append(record(number, 8.0 * number))
-        for one in traces:
-            one.follow(Counters(1, records=next_one), WORKERS)
-        next_one.append(record(0, 8.0 * 3000))
+def test_a_trace_has_all_batches_of_its_block(tmp_path: Path) -> None:
+    """More than the records that are kept; of the running epoch and of later ones."""
+    path, loader = tmp_path / "run.json", DataLoader(range(3001))
+    batches = iter(loader)
+    next(batches)
+    with loader.trace(path):
+        for _ in range(2999):
+            next(batches)
+        assert loader.stats().recent == 1024
+        next(iter(loader))
         assert not path.exists()
-    under_way.append(record(3000, 8.0 * 3001))
-    assert traces == []
-    events = loaded(path)["traceEvents"]
-    found = [one["args"] for one in of_kind(events, "collate")]
-    batches = [(one["epoch"], one["batch"]) for one in found]
-    assert sorted(batches) == [*((0, n) for n in range(1, 3000)), (1, 0)]
-    assert isinstance(under_way.append, BuiltinMethodType)  # as quick as before
-    assert len(under_way) == 1024
+    assert len(list(batches)) == 1
+    makes = [event["args"] for event in of_kind(loaded(path)["traceEvents"], "make")]
+    numbers = [(args["epoch"], args["batch"]) for args in makes]
+    assert sorted(numbers) == [*((0, n) for n in range(1, 3000)), (1, 0)]
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_two_traces_at_once(tmp_path: Path) -> None:
-    """Each has what was recorded in its block, under a process of its own."""
-    traces: list[Trace] = []
-    records = Records()
-    outer, inner = (Trace(tmp_path / name, traces) for name in ("a.json", "b.json.gz"))
-    for one in (outer, inner):
-        one.follow(Counters(0, records=records), WORKERS)
-    with outer:
-        records.append(record(0, 0.0))
-        with inner:
-            records.append(record(1, 8.0))
-        records.append(record(2, 16.0))
-    a, b = (loaded(tmp_path / name) for name in ("a.json", "b.json.gz"))
-    for trace, batches in ((a, 3), (b, 1)):
-        assert len(of_kind(trace["traceEvents"], "collate")) == batches
-        assert trace["otherData"]["epochs"][0]["batches"] == batches
-    merge_traces(tmp_path / "a.json", tmp_path / "b.json.gz", tmp_path / "c.json")
-    merged = loaded(tmp_path / "c.json")["traceEvents"]
-    assert len(of_kind(merged, "collate")) == 4
+def test_nested_traces_each_have_their_batches(tmp_path: Path) -> None:
+    """Merged, each is a process of its own."""
+    a, b, c = (tmp_path / name for name in ("a.json", "b.json.gz", "c.json"))
+    loader = DataLoader(range(4))
+    batches = iter(loader)
+    with loader.trace(a):
+        next(batches)
+        with loader.trace(b):
+            next(batches)
+        next(batches)
+    for path, count in ((a, 3), (b, 1)):
+        trace = loaded(path)
+        assert len(of_kind(trace["traceEvents"], "make")) == count
+        assert trace["otherData"]["epochs"][0]["batches"] == count
+    merge_traces(a, b, c)
+    assert len(of_kind(loaded(c)["traceEvents"], "make")) == 4
 
 
-def test_iterations_under_way(tmp_path: Path) -> None:
-    """All that deliver batches in the block, also earlier ones than the latest."""
+def test_a_trace_has_all_iterations_under_way(tmp_path: Path) -> None:
+    """Those that deliver batches in the block, not only the latest."""
     path, loader = tmp_path / "run.json", DataLoader(range(12), 2)
     over, first, second = iter(loader), iter(loader), iter(loader)
     assert [len(list(over)), len(next(first)), len(next(second))] == [6, 2, 2]
@@ -167,51 +146,45 @@ def test_iterations_under_way(tmp_path: Path) -> None:
     assert [(e["epoch"], e["batches"]) for e in epochs] == [(1, 2), (2, 1), (3, 6)]
 
 
-def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
-    """Is an error; beside one of the block, a note of that."""
-    none = Trace(tmp_path / "none" / "run.json", [])
-    with pytest.raises(FileNotFoundError, match="no folder"), none:
+def test_a_trace_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
+    """An exception of the block gets a note instead."""
+    loader, folder = DataLoader([0]), tmp_path / "folder"
+    folder.mkdir()
+    with (
+        pytest.raises(FileNotFoundError, match="no folder"),
+        loader.trace(tmp_path / "none" / "run.json"),
+    ):
         pass
-    taken = tmp_path / "folder"
-    taken.mkdir()
-    with pytest.raises(IsADirectoryError), Trace(taken, []):
+    with pytest.raises(IsADirectoryError), loader.trace(folder):
         pass
-    with pytest.raises(LookupError) as caught, Trace(taken, []):
+    with pytest.raises(LookupError) as caught, loader.trace(folder):
         raise LookupError
     assert "was not written" in caught.value.__notes__[0]
-    assert list(tmp_path.iterdir()) == [taken]
-
-
-def profiled(path: Path) -> tuple[float, float]:
-    """Profile a block; return clock readings just inside it."""
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        with record_function("warm"):
-            pass
-        with record_function("block"):
-            began = time.perf_counter()
-            torch.ones(1000, 1000).sum()
-            ended = time.perf_counter()
-    profiler.export_chrome_trace(str(path))
-    return began, ended
+    assert list(tmp_path.iterdir()) == [folder]
 
 
 @pytest.mark.parametrize("suffix", [".json", ".json.gz"])
-def test_on_torchs_clock(tmp_path: Path, suffix: str) -> None:
-    """A wait that was inside a block of the profiler's is inside it in the merged file.
+def test_merged_traces_are_on_torchs_clock(tmp_path: Path, suffix: str) -> None:
+    """A wait inside a block of the profiler's is inside it in the merged file.
 
     Both clocks are compared within some microseconds; half a millisecond is allowed.
     """
     theirs, ours = tmp_path / f"theirs{suffix}", tmp_path / f"ours{suffix}"
-    records, trace = Records(), Trace(ours, [])
-    trace.follow(Counters(0, records=records), RecordedSettings("thread"))
-    with trace:
-        began, ended = profiled(theirs)
-        records.append((0, began, ended, 0, 1, NOT_MADE, 0.0))
+    loader = DataLoader(range(2))
+    batches = iter(loader)
+    next(batches)
+    with loader.trace(ours), profile(activities=[ProfilerActivity.CPU]) as profiler:
+        with record_function("warm"):
+            pass
+        before = loader.stats().waited
+        with record_function("block"):
+            next(batches)
+    profiler.export_chrome_trace(str(theirs))
     merge_traces(ours, theirs, tmp_path / "both.json")
     events = json.loads((tmp_path / "both.json").read_text())["traceEvents"]
     (block,) = of_kind(events, "block")
-    (wait,) = of_kind(events, "wait")
-    assert wait["dur"] == pytest.approx((ended - began) * 1e6, abs=0.01)
+    (wait,) = of_kind(events, "make")
+    assert 0 < wait["dur"] <= (loader.stats().waited - before) * 1e6 + 0.01
     assert block["ts"] - 500 <= wait["ts"]
     assert wait["ts"] + wait["dur"] <= block["ts"] + block["dur"] + 500
     assert wait["pid"] != block["pid"]
@@ -220,8 +193,8 @@ def test_on_torchs_clock(tmp_path: Path, suffix: str) -> None:
 EVENT = {"ph": "X", "name": "x", "cat": "c", "pid": 1, "tid": 1, "dur": 1}
 
 
-def test_traces_of_other_times_are_said(tmp_path: Path) -> None:
-    """Such as those of two runs."""
+def test_merging_traces_of_different_times_warns(tmp_path: Path) -> None:
+    """As those of two runs."""
     for name, ts in (("a", 1.0), ("b", 3e9)):
         (tmp_path / name).write_text(json.dumps([{**EVENT, "ts": ts}]))
     with pytest.warns(UserWarning, match="happened at the time of"):
@@ -231,21 +204,21 @@ def test_traces_of_other_times_are_said(tmp_path: Path) -> None:
         merge_traces(tmp_path / "a", tmp_path / "b", tmp_path / "c")
 
 
-async def test_another_thread_writes(tmp_path: Path) -> None:
-    """``async with``: also where the block is cancelled; what is there is replaced.
+async def test_a_cancelled_block_writes_its_trace(tmp_path: Path) -> None:
+    """It replaces the file.
 
-    It is recorded once: a second block would replace the first one's file.
+    A trace records once: a second block would replace the first one's file.
     """
-    (tmp_path / "run.json").write_text("before")
-    records, trace = Records(), Trace(tmp_path / "run.json", [])
-    trace.follow(Counters(0, records=records), WORKERS)
-    began = asyncio.Event()
+    path, began = tmp_path / "run.json", asyncio.Event()
+    path.write_text("before")
+    loader = DataLoader(range(2))
+    trace = loader.trace(path)
 
     async def run() -> None:
         async with trace:
-            records.append(record(0, 0.0))
-            began.set()
-            await asyncio.Event().wait()
+            async for _ in loader:
+                began.set()
+                await asyncio.Event().wait()
 
     task = asyncio.create_task(run())
     await began.wait()
@@ -254,5 +227,6 @@ async def test_another_thread_writes(tmp_path: Path) -> None:
         await task
     with pytest.raises(RuntimeError, match="make a new one"):
         await trace.__aenter__()
-    found = await asyncio.to_thread(loaded, tmp_path / "run.json")
-    assert of_kind(found["traceEvents"], "collate")
+    written = await asyncio.to_thread(loaded, path)
+    assert of_kind(written["traceEvents"], "wait")
+    await loader.aclose()

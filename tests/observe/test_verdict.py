@@ -1,4 +1,4 @@
-"""The verdict on planted bottlenecks, and its gain against a loader that is changed."""
+"""Verdicts on planted bottlenecks; their gains are those of loaders changed so."""
 
 from dataclasses import dataclass, replace
 from random import Random
@@ -25,11 +25,11 @@ class Plant:
 
     Attributes:
         setting: The loader.
-        ticks: What each batch takes.
-        stage: Which stage is to blame.
+        ticks: Ticks that each batch takes.
+        stage: The stage to blame.
         advice: Argument and new value of the advice.
         slow: How many times longer the first worker takes.
-        shards: Whether reads take a tenth in what is advised.
+        shards: Whether reads of the advised loader take a tenth.
         locks: Whether threads keep the interpreter's lock.
     """
 
@@ -43,7 +43,7 @@ class Plant:
 
 
 def cpu(read: int = 1, **ticks: int) -> Ticks:
-    """Return what four samples take of a processor."""
+    """Return the ticks of a batch of four samples, all of processor time."""
     return Ticks((read,) * 4, **ticks, uses_cpu=ALL_CPU)
 
 
@@ -51,7 +51,7 @@ INLINE = RecordedSettings("inline", batch_size=4, cores=8)
 THREAD = RecordedSettings("thread", window=2, batch_size=4, cores=4)
 FOUR = replace(PROCESSES, workers=4, window=8, cores=4)
 PAIR = replace(THREADS, reads_in_workers=True, workers=2, window=4)
-SMALL = Ticks(tuple(150 + 37 * at % 100 for at in range(32)), collate=1, step=2)
+SMALL = Ticks(tuple(150 + 37 * n % 100 for n in range(32)), collate=1, step=2)
 COLLATE = Ticks((4,) * 4, collate=20, step=13, uses_cpu=("collate",))
 PLANTS = {
     "a store of long latency": Plant(
@@ -137,19 +137,19 @@ PLANTS = {
         for name, plant in PLANTS.items()
     ],
 )
-def test_a_planted_bottleneck(plant: Plant) -> None:
-    """Stage and advice are right, and the gain is within 5 points of the truth."""
+def test_a_planted_bottleneck_is_found(plant: Plant) -> None:
+    """Stage and advice are right, and the gain is within 5 % of the true one."""
     setting, ticks = plant.setting, plant.ticks
     records = Clock(setting, [ticks], plant.slow, locks=plant.locks).run(320)
-    found = report(records, setting)
-    assert found.stage == plant.stage
-    assert found.wait_share > (0.25 if plant.locks else 0.02)
-    assert abs(found.model_error) < 0.1
-    assert found.advice is not None
-    assert (found.advice.argument, found.advice.new) == plant.advice
-    assert ("and for the interpreter's lock" in found.headline) == plant.locks
+    verdict = report(records, setting)
+    assert verdict.stage == plant.stage
+    assert verdict.wait_share > (0.25 if plant.locks else 0.02)
+    assert abs(verdict.model_error) < 0.1
+    assert verdict.advice is not None
+    assert (verdict.advice.argument, verdict.advice.new) == plant.advice
+    assert ("and for the interpreter's lock" in verdict.headline) == plant.locks
     if plant.locks:  # the consumer hardly waits for batches, and is held back
-        waited = sum(one.taken - one.asked for one in records[4:])
+        waited = sum(record.taken - record.asked for record in records[4:])
         assert waited < 0.25 * (records[-1].taken - records[4].taken)
 
     if plant.shards:
@@ -160,55 +160,55 @@ def test_a_planted_bottleneck(plant: Plant) -> None:
     truth = 100 * (before / after - 1)
     assert truth > 5
     near = 0.15 if plant.locks else 0.05
-    assert found.advice.gain + 100 == pytest.approx(truth + 100, rel=near)
+    assert verdict.advice.gain + 100 == pytest.approx(truth + 100, rel=near)
 
 
 def simulated(setting: RecordedSettings, *batches: Ticks, count: int = 64) -> Report:
-    """Return the report on a loader, whose copies are known."""
+    """Return the report on a loader whose copies are known."""
     clock = Clock(setting, batches)
     return report(clock.run(count), setting, copies=clock.copies)
 
 
-def test_training_sets_the_pace() -> None:
-    found = simulated(PROCESSES, Ticks((1,) * 4, collate=1, step=20))
-    assert (found.stage, found.advice) == ("nothing", None)
-    assert found.limit == "No argument would make training faster."
-    used = [room.utilisation for room in found.head_room]
+def test_nothing_is_blamed_if_the_step_is_slowest() -> None:
+    verdict = simulated(PROCESSES, Ticks((1,) * 4, collate=1, step=20))
+    assert (verdict.stage, verdict.advice) == ("nothing", None)
+    assert verdict.limit == "No argument would make training faster."
+    used = [room.utilisation for room in verdict.head_room]
     assert used == pytest.approx([1, 1, 1], abs=0.03)
     # 8 ms a batch from two workers: a step of 20 ms may get 2.5 times as fast.
-    found = simulated(PROCESSES, Ticks((4,) * 4, step=20))
-    assert found.stage == "nothing"
-    assert dict(found.head_room) == pytest.approx({1: 1, 2: 1, 4: 5 / 8}, abs=0.03)
+    verdict = simulated(PROCESSES, Ticks((4,) * 4, step=20))
+    assert verdict.stage == "nothing"
+    assert dict(verdict.head_room) == pytest.approx({1: 1, 2: 1, 4: 5 / 8}, abs=0.03)
 
 
 COPIES = RecordedSettings("thread", window=6, on_device=2, cores=8)
 COPIED = Ticks(collate=1, transport=20, step=5)
 
 
-def test_a_slow_copy_has_no_remedy_here() -> None:
+def test_a_slow_copy_gets_no_advice() -> None:
     """On the host there is no copy and no link."""
-    found = report(Clock(COPIES, [COPIED]).run(64), COPIES)
-    assert (found.stage, found.advice) == ("device", None)
-    assert found.headline.startswith("The copy to the device is the bottleneck: ")
-    assert "link to the device" in found.limit
-    assert found.wait_share == pytest.approx(0.75, abs=0.03)
-    found = simulated(replace(COPIES, stays_on_host=True), COPIED)
-    assert (found.stage, found.advice) == ("device", None)
-    assert found.headline.startswith(
+    verdict = report(Clock(COPIES, [COPIED]).run(64), COPIES)
+    assert (verdict.stage, verdict.advice) == ("device", None)
+    assert verdict.headline.startswith("The copy to the device is the bottleneck: ")
+    assert "link to the device" in verdict.limit
+    assert verdict.wait_share == pytest.approx(0.75, abs=0.03)
+    verdict = simulated(replace(COPIES, stays_on_host=True), COPIED)
+    assert (verdict.stage, verdict.advice) == ("device", None)
+    assert verdict.headline.startswith(
         "Page-locking batches, or Device.transform, is the bottleneck: "
     )
-    assert found.limit == (
+    assert verdict.limit == (
         "No argument would bring 1.05 times the steps per second: this stage must do "
         "less work."
     )
 
 
-def test_a_slow_copy_of_known_size() -> None:
-    """Half the bytes take half the time, as a loader that has them shows."""
-    found = simulated(COPIES, COPIED)
-    assert found.stage == "device"
-    assert abs(found.model_error) < 0.1
-    advice = found.advice
+def test_smaller_batches_are_advised_for_a_slow_copy() -> None:
+    """Half the bytes take half the time, as a loader with such batches shows."""
+    verdict = simulated(COPIES, COPIED)
+    assert verdict.stage == "device"
+    assert abs(verdict.model_error) < 0.1
+    advice = verdict.advice
     assert advice is not None
     assert advice.argument == "the size of batches"
     assert (advice.old, advice.new) == ("1.05 MB", "0.524 MB")
@@ -220,14 +220,16 @@ def test_a_slow_copy_of_known_size() -> None:
     assert advice.gain == pytest.approx(100 * (full / half - 1), abs=5)
 
 
-def test_busy_cores_have_no_remedy_here() -> None:
+def test_busy_cores_get_no_advice() -> None:
     """More workers than cores gain nothing."""
-    found = simulated(replace(PROCESSES, cores=2), BUSY)
-    assert (found.stage, found.advice) == ("transform", None)
-    assert "all 2 cores are busy" in found.limit
-    found = simulated(replace(PROCESSES, workers=8, window=16, cores=2), BUSY, count=96)
-    assert found.advice is None
-    assert abs(found.model_error) < 0.05
+    verdict = simulated(replace(PROCESSES, cores=2), BUSY)
+    assert (verdict.stage, verdict.advice) == ("transform", None)
+    assert "all 2 cores are busy" in verdict.limit
+    verdict = simulated(
+        replace(PROCESSES, workers=8, window=16, cores=2), BUSY, count=96
+    )
+    assert verdict.advice is None
+    assert abs(verdict.model_error) < 0.05
 
 
 WAITING = Ticks((20,) * 4, collate=1, step=5)
@@ -235,56 +237,58 @@ LAG = LoopLag(0.05, 0.4, "parse")
 
 
 def told(lag: LoopLag, ticks: Ticks = WAITING) -> Report:
-    """Return the report on a loader whose loop is held up."""
+    """Return the report on a loader whose loop is blocked."""
     records = Clock(LOOP, [ticks]).run(64)
     stats = LoaderStats(0, len(records), 0.0, 0, failures=0, loop_lag=lag)
     return report(records, LOOP, stats)
 
 
-def test_a_hogged_loop_outranks_what_it_slows_down() -> None:
-    found = told(LAG)
-    assert found.stage == "loop"
-    assert found.advice is not None
-    assert (found.advice.argument, found.advice.new) == ("parse", "asyncio.to_thread")
-    assert found.advice.gain == pytest.approx(100 / 0.6 - 100)
-    assert "parse, which blocks the event loop: " in found.headline
-    # A loop that is held a little is no verdict, nor one without a name; nor is it if
-    # nobody waits.
+def test_a_blocked_loop_is_blamed_before_its_reads() -> None:
+    verdict = told(LAG)
+    assert verdict.stage == "loop"
+    assert verdict.advice is not None
+    assert (verdict.advice.argument, verdict.advice.new) == (
+        "parse",
+        "asyncio.to_thread",
+    )
+    assert verdict.advice.gain == pytest.approx(100 / 0.6 - 100)
+    assert "parse, which blocks the event loop: " in verdict.headline
+    # It is not blamed if it is blocked little, or by unknown code, or if nothing waits.
     assert told(replace(LAG, share=0.01)).stage == "read"
     assert told(replace(LAG, culprit="")).stage == "read"
     assert told(LAG, Ticks((1,) * 4, step=30)).stage == "nothing"
-    # A thread would not free one that computes; the caller's may be left alone.
+    # A thread does not help code that computes; reads need not use the caller's loop.
     computes = told(replace(LAG, computes=True)).advice
     assert computes is not None
     assert computes.new != "asyncio.to_thread"
-    found = told(replace(LAG, is_callers=True))
-    assert found.stage == "loop"
-    assert found.advice is not None
-    assert (found.advice.argument, found.advice.new) == ("loop", "'thread'")
-    assert "parse" in str(found.advice)
+    verdict = told(replace(LAG, is_callers=True))
+    assert verdict.stage == "loop"
+    assert verdict.advice is not None
+    assert (verdict.advice.argument, verdict.advice.new) == ("loop", "'thread'")
+    assert "parse" in str(verdict.advice)
 
 
 def test_the_cheaper_change_is_preferred() -> None:
-    """A thread beside the step hides as much as processes would."""
-    found = simulated(
+    """A thread beside the step gains as much as processes."""
+    verdict = simulated(
         RecordedSettings("inline", cores=8), Ticks((10,), collate=2, step=12)
     )
-    assert found.advice is not None
-    assert (found.advice.argument, found.advice.new) == ("prefetch_factor", 2)
-    assert found.advice.gain == pytest.approx(100, abs=1)
+    assert verdict.advice is not None
+    assert (verdict.advice.argument, verdict.advice.new) == ("prefetch_factor", 2)
+    assert verdict.advice.gain == pytest.approx(100, abs=1)
 
 
 @pytest.mark.parametrize("batches", [0, 1])
-def test_too_little_to_tell(batches: int) -> None:
-    found = report(Clock(LOOP, [Ticks(step=1)]).run(1)[:batches], LOOP)
-    assert found.stage == "unknown"
-    assert found.headline == f"Too few batches to name the bottleneck: {batches}."
-    assert found.confidence == f"a guess, measured over only {batches} batches"
+def test_too_few_batches_name_no_bottleneck(batches: int) -> None:
+    verdict = report(Clock(LOOP, [Ticks(step=1)]).run(1)[:batches], LOOP)
+    assert verdict.stage == "unknown"
+    assert verdict.headline == f"Too few batches to name the bottleneck: {batches}."
+    assert verdict.confidence == f"a guess, measured over only {batches} batches"
 
 
 @pytest.mark.parametrize("served", [1, 3, 8, 20])
-def test_a_client_that_serves_a_few_reads_at_a_time(served: int) -> None:
-    """More reads would only wait there: it is said how many it serves."""
+def test_the_report_has_the_reads_that_a_client_serves(served: int) -> None:
+    """More reads would only queue there."""
     setting = replace(LOOP, concurrency=64, window=40, cores=1)
     clock = Clock(setting, [Ticks((20,) * 4, step=1)], client=served)
     records, none = clock.run(160), LoaderStats(0, 160, 0.0, 0, failures=0)
@@ -292,45 +296,48 @@ def test_a_client_that_serves_a_few_reads_at_a_time(served: int) -> None:
     assert blind is not None
     assert blind.argument == "concurrency"
     stats = replace(none, _alone=clock.alone)
-    found = report(records, setting, stats)
-    assert (found.stage, found.advice) == ("read", None)
-    assert f"serve reads about {served} at a time" in found.limit
+    verdict = report(records, setting, stats)
+    assert (verdict.stage, verdict.advice) == ("read", None)
+    assert f"serve reads about {served} at a time" in verdict.limit
     busy = replace(stats, loop_lag=LoopLag(0.0, 0.0, "", busy=0.9))
     assert "at a time" not in report(records, setting, busy).limit
 
 
 @dataclass(frozen=True)
 class Loader:
-    """A loader, what its batches take, and how many reads its client serves."""
+    """A loader, the ticks of its batches, and how many reads its client serves."""
 
     setting: RecordedSettings
     batches: list[Ticks]
     client: int
 
     def clock(self) -> Clock:
-        """Return one that has run."""
+        """Return a clock that has run."""
         clock = Clock(self.setting, self.batches, client=self.client)
         clock.run(97)
         return clock
 
     def changes(self) -> list[tuple[tuple[str, object], "Loader"]]:
-        """Return what it is after each change of an argument."""
-        found = changed(self.clock().records, self.setting)
-        return [(what, replace(self, setting=one)) for what, one in found.items()]
+        """Return this loader after each change of an argument."""
+        settings = changed(self.clock().records, self.setting)
+        return [
+            (change, replace(self, setting=setting))
+            for change, setting in settings.items()
+        ]
 
     def seconds(self) -> float:
-        """Return those of a batch."""
+        """Return the seconds per batch."""
         return seconds_per_batch(self.clock().records)
 
     def report(self) -> Report:
-        """Return its report."""
+        """Return the report on this loader."""
         clock, setting = self.clock(), self.setting
         stats = LoaderStats(0, 97, 0.0, 0, failures=0, _alone=clock.alone)
         return report(clock.records, setting, stats)
 
 
 def drawn_loader(rng: Random) -> Loader:
-    """Draw a loader, but not its dataset's code; its threads wait for no lock."""
+    """Draw a loader whose dataset is fixed, and whose threads wait for no lock."""
     crowd = replace(LOOP, concurrency=64, window=20, cores=2)
     workers = replace(PROCESSES, cores=4)
     start = rng.choice([INLINE, THREAD, LOOP, crowd, workers])
@@ -353,32 +360,32 @@ def drawn_loader(rng: Random) -> Loader:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(24))
 def test_advice_followed_to_its_end_is_near_the_best(seed: int) -> None:
-    """No change of an argument, at its beginning or its end, is 15 % better."""
+    """No change of an argument, at the beginning or the end, is 15 % better."""
     first = loader = drawn_loader(Random(seed))
     for _ in range(5):
-        found = loader.report()
-        if found.advice is None:
+        verdict = loader.report()
+        if verdict.advice is None:
             break
-        loader = dict(loader.changes())[found.advice.argument, found.advice.new]
-    if abs(found.model_error) > 0.15:  # it says that it is in doubt
+        loader = dict(loader.changes())[verdict.advice.argument, verdict.advice.new]
+    if abs(verdict.model_error) > 0.15:  # it says that it is in doubt
         return
-    others = [one.seconds() for _, one in (*first.changes(), *loader.changes())]
-    assert loader.seconds() <= 1.15 * min(others)
+    rivals = [rival.seconds() for _, rival in (*first.changes(), *loader.changes())]
+    assert loader.seconds() <= 1.15 * min(rivals)
 
 
 @pytest.mark.parametrize("setting", [INLINE, THREAD, LOOP, PROCESSES])
-def test_drawing_indices_takes_long(setting: RecordedSettings) -> None:
-    """It runs in the consumer's thread: no argument helps, and the sampler is named."""
+def test_a_slow_sampler_is_named_and_gets_no_advice(setting: RecordedSettings) -> None:
+    """It runs in the consumer's thread, so no argument helps."""
     setting = replace(setting, sampler="Bucketed")
-    found = simulated(setting, Ticks((0,) * 4, collate=1, step=5, draw=50))
-    assert (found.stage, found.advice) == ("sampler", None)
-    assert found.headline.startswith("The sampler (Bucketed) is the bottleneck: ")
-    assert "Let Bucketed prepare many indices at a time" in found.limit
-    assert abs(found.model_error) < 0.05
-    assert found.wait_share == pytest.approx(0.9, abs=0.04)
+    verdict = simulated(setting, Ticks((0,) * 4, collate=1, step=5, draw=50))
+    assert (verdict.stage, verdict.advice) == ("sampler", None)
+    assert verdict.headline.startswith("The sampler (Bucketed) is the bottleneck: ")
+    assert "Let Bucketed prepare many indices at a time" in verdict.limit
+    assert abs(verdict.model_error) < 0.05
+    assert verdict.wait_share == pytest.approx(0.9, abs=0.04)
 
 
-def test_a_report_for_people() -> None:
+def test_a_report_is_printed_as_sentences() -> None:
     setting = RecordedSettings("thread", window=2, batch_size=4, cores=4)
     stats = LoaderStats(0, 64, 0.1, 2, failures=0, worker_deaths=2, worker_restarts=2)
     records = Clock(setting, [Ticks((5,) * 4, collate=1, step=15)]).run(64)
@@ -396,8 +403,8 @@ def test_a_report_for_people() -> None:
 
 
 @pytest.mark.parametrize("cost", [2e-6, 2e-5])
-def test_batches_that_cost_nothing_stay_where_they_are(cost: float) -> None:
-    """To hand one over costs more than to make it."""
+def test_cheap_batches_get_no_advice(cost: float) -> None:
+    """Handing one over costs more than making it."""
     records, now = [], 0.0
     for number in range(64):
         read, end = now + cost, now + 2 * cost

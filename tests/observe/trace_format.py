@@ -27,22 +27,20 @@ def check_trace(trace: Any) -> None:
     for event in events:
         check_event(event)
     check_nesting(events)
-    named = {(one["pid"], one["tid"]) for one in of_kind(events, "thread_name")}
-    used = {(one["pid"], one["tid"]) for one in events if one["ph"] == "X"}
-    assert used == named
-    processes = [one["pid"] for one in of_kind(events, "process_name")]
+    used = {(event["pid"], event["tid"]) for event in events if event["ph"] == "X"}
+    assert used == tracks(events).keys()
+    processes = [event["pid"] for event in of_kind(events, "process_name")]
     assert len(set(processes)) == len(processes)
 
 
 def check_event(event: Event) -> None:
-    """Raise where one event departs from it."""
+    """Raise where an event departs from the format."""
     assert type(event["pid"]) is int
     assert type(event["tid"]) is int
     assert isinstance(event["name"], str)
     assert isinstance(event["args"], dict)
     if event["ph"] == "M":
-        (key, kind), *others = METADATA[event["name"]].items()
-        assert not others
+        ((key, kind),) = METADATA[event["name"]].items()
         assert set(event["args"]) == {key}
         assert type(event["args"][key]) is kind
         return
@@ -54,15 +52,15 @@ def check_event(event: Event) -> None:
     else:
         assert event["ph"] == "C"
         assert event["args"]
-        assert all(type(one) in {int, float} for one in event["args"].values())
+        assert {*map(type, event["args"].values())} <= {int, float}
 
 
 def check_nesting(events: Iterable[Event]) -> None:
-    """Raise where two complete events of a thread overlap; a nanosecond is rounding."""
+    """Raise where events of a thread overlap by more than rounding, a nanosecond."""
     threads = defaultdict(list)
-    for one in events:
-        if one["ph"] == "X":
-            threads[one["pid"], one["tid"]].append((one["ts"], one["dur"]))
+    for event in events:
+        if event["ph"] == "X":
+            threads[event["pid"], event["tid"]].append((event["ts"], event["dur"]))
     for spans in threads.values():
         end = float("-inf")
         for begin, lasts in sorted(spans):
@@ -72,12 +70,12 @@ def check_nesting(events: Iterable[Event]) -> None:
 
 def of_kind(events: Iterable[Event], name: str) -> list[Event]:
     """Return the events of a name."""
-    return [one for one in events if one["name"] == name]
+    return [event for event in events if event["name"] == name]
 
 
 def tracks(events: Iterable[Event]) -> dict[tuple[int, int], str]:
-    """Return the names of the tracks."""
+    """Return the names of the tracks by process and thread."""
     return {
-        (one["pid"], one["tid"]): one["args"]["name"]
-        for one in of_kind(list(events), "thread_name")
+        (event["pid"], event["tid"]): event["args"]["name"]
+        for event in of_kind(events, "thread_name")
     }

@@ -1,4 +1,4 @@
-"""Shared slots: one owner at a time, grown on demand, given back when idle."""
+"""Slots in shared memory: one owner at a time, grown on demand, freed when idle."""
 
 import os
 from typing import Any, Self
@@ -37,8 +37,7 @@ class Pair:
         return os.fstat(self.writer.descriptor).st_blocks * 512
 
 
-def test_slots_grow_and_the_small_ones_are_given_up() -> None:
-    """Growing batches do not pile up memory."""
+def test_growing_batches_do_not_pile_up_memory() -> None:
     with Pair() as pair:
         for exponent in range(13, 24):
             pair.pass_on(1 << exponent, 3)
@@ -46,7 +45,7 @@ def test_slots_grow_and_the_small_ones_are_given_up() -> None:
 
 
 def test_idle_slots_give_their_pages_back() -> None:
-    """What a burst needed goes back to the kernel once it is over."""
+    """The kernel gets the memory of a burst back once it is over."""
     with Pair() as pair:
         burst = [pair.pass_on(1 << 18, 1) for _ in range(20)]
         assert pair.resident() > 20 << 18
@@ -58,8 +57,8 @@ def test_idle_slots_give_their_pages_back() -> None:
         assert [int(view.min()) for view in again] == list(range(20))
 
 
-def test_more_than_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error has the numbers, also of what the system refuses; the arena goes on."""
+def test_a_batch_larger_than_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error has the numbers; the arena can be used afterwards."""
     with Pair() as pair:
         monkeypatch.setattr(module, "memory_left", lambda: 1 << 20)
         with pytest.raises(BatchTooLargeError, match="1,048,576 are avail") as caught:

@@ -1,4 +1,4 @@
-"""Collating as torch does."""
+"""`default_collate` and `default_convert` do what torch's do."""
 
 import ctypes
 import warnings
@@ -13,9 +13,7 @@ from hypothesis import strategies as st
 from torch.utils.data import default_collate as torch_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
 
-from aioloader import default_collate, default_convert
-from aioloader._collate.collate import collated
-from aioloader._transport.slots import SlotPool
+from aioloader import DataLoader, default_collate, default_convert
 
 
 class Point(NamedTuple):
@@ -41,8 +39,8 @@ def assert_same(ours: Any, theirs: Any) -> None:
             assert_same(ours[key], theirs[key])
     elif isinstance(theirs, (list, tuple)):
         assert len(ours) == len(theirs)
-        for one, other in zip(ours, theirs, strict=True):
-            assert_same(one, other)
+        for mine, torchs in zip(ours, theirs, strict=True):
+            assert_same(mine, torchs)
     else:
         assert ours == theirs
 
@@ -77,9 +75,8 @@ def shapes(leaf: Any) -> Any:
 
 
 @given(st.recursive(st.one_of(LEAVES), shapes, max_leaves=6), st.integers(1, 4))
-def test_equals_torch(one: Any, size: int) -> None:
-    """Any structure torch collates comes out equal, types included."""
-    samples = [one] * size
+def test_any_structure_collates_as_in_torch(sample: Any, size: int) -> None:
+    samples = [sample] * size
     assert_same(default_collate(samples), torch_collate(samples))
 
 
@@ -97,8 +94,7 @@ def test_equals_torch(one: Any, size: int) -> None:
         [1, 2.5],
     ],
 )
-def test_unusual_samples_equal_torch(samples: Any) -> None:
-    """Odd containers and mixed leaves do what torch does."""
+def test_unusual_containers_collate_as_in_torch(samples: Any) -> None:
     assert_same(default_collate(samples), torch_collate(samples))
 
 
@@ -124,13 +120,11 @@ def outcome(collate: Any, samples: Any) -> tuple[type, str]:
         [ctypes.c_int(3)] * 2,
     ],
 )
-def test_errors_are_torchs(samples: Any) -> None:
-    """Same type, same words."""
+def test_errors_have_torchs_type_and_message(samples: Any) -> None:
     assert outcome(default_collate, samples) == outcome(torch_collate, samples)
 
 
-def test_read_only_arrays_pass_quietly() -> None:
-    """Arrays over immutable bytes are stacked without torch's warning."""
+def test_read_only_arrays_collate_without_a_warning() -> None:
     arrays = [np.frombuffer(bytes([i] * 4), dtype=np.uint8) for i in range(3)]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -146,9 +140,7 @@ def test_batches_do_not_share_memory_with_samples() -> None:
     assert sample[0] == 0
 
 
-def test_registered_types_are_honoured() -> None:
-    """Torch's registry extends ours."""
-
+def test_types_in_torchs_registry_are_collated() -> None:
     class Word:
         """A type nobody knows."""
 
@@ -161,8 +153,7 @@ def test_registered_types_are_honoured() -> None:
         default_collate([Word()])
 
 
-def test_buffers_stay_a_list() -> None:
-    """What an object store returns is kept, as bytes are."""
+def test_buffers_of_an_object_store_stay_a_list() -> None:
     obstore = pytest.importorskip("obstore")
     bodies = [obstore.Bytes(b"ab"), obstore.Bytes(b"c")]
     assert default_collate(bodies) == bodies
@@ -183,7 +174,7 @@ def test_buffers_stay_a_list() -> None:
         [{"a": 1, "b": [np.int16(1)]}, {"a": 2, "b": [np.int16(2)]}],
     ],
 )
-def test_the_default_device_is_torchs(samples: Any) -> None:
+def test_batches_are_on_torchs_default_device(samples: Any) -> None:
     """Numbers and arrays are placed there; tensors stay where they are."""
     with torch.device("meta"):
         ours, theirs = default_collate(samples), torch_collate(samples)
@@ -191,26 +182,25 @@ def test_the_default_device_is_torchs(samples: Any) -> None:
         ours, theirs = [ours["a"], *ours["b"]], [theirs["a"], *theirs["b"]]
     else:
         ours, theirs = [ours], [theirs]
-    for one, expected in zip(ours, theirs, strict=True):
-        assert (one.device, one.dtype) == (expected.device, expected.dtype)
-        assert one.shape == expected.shape
+    for mine, expected in zip(ours, theirs, strict=True):
+        assert (mine.device, mine.dtype) == (expected.device, expected.dtype)
+        assert mine.shape == expected.shape
 
 
-def test_default_convert_is_torchs() -> None:
-    """Arrays become tensors, the rest stays."""
+def test_default_convert_makes_tensors_of_arrays() -> None:
     converted: Any = default_convert({"a": np.arange(2), "b": "text"})
     assert torch.equal(converted["a"], torch.arange(2))
     assert converted["b"] == "text"
 
 
-def lent(samples: list[Any]) -> Any:
-    """Collate into lent memory."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        return collated(SlotPool().lease, default_collate, samples)
+def from_worker(samples: list[Any]) -> Any:
+    """Return a batch that a worker thread collates, into memory of a slot."""
+    options: Any = {"num_workers": 1, "workers": "thread"}
+    (batch,) = DataLoader(samples, len(samples), **options)
+    return batch
 
 
-def test_lent_memory_changes_no_batch() -> None:
+def test_batches_in_shared_memory_equal_torchs() -> None:
     """Any dtype, any layout, arrays and tensors, read-only ones too."""
     rng = np.random.default_rng(0)
     base = rng.integers(0, 200, (8, 300, 300))
@@ -221,12 +211,12 @@ def test_lent_memory_changes_no_batch() -> None:
         read_only: Any = [np.frombuffer(array.tobytes(), dtype) for array in arrays]
         for samples in (arrays, strided, read_only):
             expected = torch.stack([torch.from_numpy(s.copy()) for s in samples])
-            assert torch.equal(batch := lent(samples), expected)
+            assert torch.equal(batch := from_worker(samples), expected)
             assert batch.is_contiguous()
     for torch_dtype in (torch.bfloat16, torch.complex64, torch.float16, torch.uint8):
         tensors = list(torch.from_numpy(base).to(torch_dtype))
-        assert torch.equal(lent(tensors), torch.stack(tensors))
+        assert torch.equal(from_worker(tensors), torch.stack(tensors))
     mixed = [torch.zeros(300, 300), torch.zeros(300, 300, dtype=torch.float64)]
-    assert lent(mixed).dtype == torch.stack(mixed).dtype
+    assert from_worker(mixed).dtype == torch.stack(mixed).dtype
     leaf = torch.zeros(300, 300, requires_grad=True)
-    assert lent([leaf, leaf]).requires_grad
+    assert from_worker([leaf, leaf]).requires_grad

@@ -28,8 +28,8 @@ EXAMPLES = [
 
 
 @pytest.mark.parametrize("error", EXAMPLES, ids=lambda error: type(error).__name__)
-def test_crosses_a_pickle_and_is_made_again(error: errors.LoaderError) -> None:
-    """Type, message, fields and notes are kept; of its text, as frameworks do it."""
+def test_errors_survive_pickling_and_copying(error: errors.LoaderError) -> None:
+    """Pickling keeps type, message, fields and notes; frameworks copy only the text."""
     error.add_note("where")
     copy = pickle.loads(pickle.dumps(error))
     assert type(copy) is type(error)
@@ -40,8 +40,7 @@ def test_crosses_a_pickle_and_is_made_again(error: errors.LoaderError) -> None:
     assert (str(again), set(vars(again))) == ("m", fields)
 
 
-def test_every_class_is_shown() -> None:
-    """No class without an example above."""
+def test_every_error_class_has_an_example() -> None:
     classes = [value for value in vars(errors).values() if inspect.isclass(value)]
     tree = {value for value in classes if issubclass(value, errors.LoaderError)}
     assert tree <= {type(error) for error in EXAMPLES}
@@ -63,6 +62,5 @@ def test_every_class_is_shown() -> None:
         (errors.StateMismatchError, ValueError),
     ],
 )
-def test_builtin_bases(error: type, builtin: type) -> None:
-    """A caller's guess catches it."""
+def test_errors_are_caught_as_builtin_errors(error: type, builtin: type) -> None:
     assert issubclass(error, builtin)

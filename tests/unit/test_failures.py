@@ -1,4 +1,4 @@
-"""What is said of failed samples."""
+"""`Skip` and `SKIP`: the policies for failed samples."""
 
 import pickle
 from typing import Any
@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 from aioloader import SKIP, Skip
-from aioloader._base.failures import parts_of
 
 
 @pytest.mark.parametrize(
@@ -21,21 +20,16 @@ from aioloader._base.failures import parts_of
         ({"instead": 3}, TypeError, "must be callable, got 3"),
     ],
 )
-def test_skips_are_checked(options: Any, error: type[Exception], words: str) -> None:
-    """Wrong ones raise, with the value in the message."""
+def test_wrong_skips_raise(options: Any, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         Skip(**options)
 
 
-def test_skips_are_values() -> None:
-    """They are equal if their parts are, show them, and can be sent to processes."""
+def test_skips_compare_by_value_and_can_be_pickled() -> None:
     skip = Skip(at_most=0.01, instead=abs)  # type: ignore[arg-type]
     assert pickle.loads(pickle.dumps(skip)) == skip
     assert repr(skip) == "Skip(at_most=0.01, instead=<built-in function abs>)"
-    assert parts_of(skip) == (skip.instead, 0.01)
-    assert parts_of(Skip()) == ("skip", None)
 
 
-def test_skip_is_one_object() -> None:
-    """The marker survives a pickle as itself."""
+def test_skip_marker_is_a_singleton() -> None:
     assert pickle.loads(pickle.dumps(SKIP)) is SKIP

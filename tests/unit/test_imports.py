@@ -1,4 +1,4 @@
-"""What importing the package imports: little; and that every public name is there."""
+"""Importing the package imports little, and every public name is there."""
 
 import ast
 import importlib
@@ -11,7 +11,7 @@ import aioloader
 import aioloader.datasets
 from python_process import python
 
-# What only some programs need, and what they cost.
+# Modules that only some programs need.
 LATER = [
     "PIL", "adbc_driver_manager", "adbc_driver_postgresql", "adbc_driver_sqlite",
     "aiofiles", "aioloader._cli", "aioloader._loader.sources",
@@ -36,8 +36,8 @@ def imported_by(code: str) -> set[str]:
 
 
 @pytest.mark.slow
-def test_importing_the_package() -> None:
-    """No extra, dataset, pool, thread, handler or loop policy; few generated texts."""
+def test_importing_the_package_imports_no_extra() -> None:
+    """No dataset, pool, thread, signal handler, loop policy; little generated code."""
     code = (
         "texts = []\nsys.addaudithook(lambda event, details: event == 'compile'"
         " and details[1] == '<string>' and texts.append(details))\n"
@@ -47,17 +47,16 @@ def test_importing_the_package() -> None:
         "assert signal.getsignal(signal.SIGINT) is signal.default_int_handler\n"
         "assert type(asyncio.new_event_loop()).__module__.startswith('asyncio')"
     )
-    found = imported_by(code)
-    assert not found.intersection(LATER)
-    assert not [name for name in found if name.startswith("torch.")]
-    assert len([name for name in found if name.startswith("aioloader")]) < 57
+    modules = imported_by(code)
+    assert not modules.intersection(LATER)
+    assert not [name for name in modules if name.startswith("torch.")]
+    assert len([name for name in modules if name.startswith("aioloader")]) < 57
 
 
 @pytest.mark.slow
-def test_making_and_iterating_a_loader() -> None:
-    """What is installed beside the loader stays out of a program that needs it not."""
-    found = imported_by("import aioloader; list(aioloader.DataLoader([1, 2]))")
-    assert not found.intersection(NOT_BY_A_LOADER)
+def test_iterating_over_a_list_imports_no_extra() -> None:
+    modules = imported_by("import aioloader; list(aioloader.DataLoader([1, 2]))")
+    assert not modules.intersection(NOT_BY_A_LOADER)
 
 
 DATASETS = """
@@ -72,7 +71,7 @@ class Asynchronous(Plain):
 
 @pytest.mark.slow
 def test_making_a_loader_imports_nothing() -> None:
-    """The first one of a process is made as quickly as the next one."""
+    """The first loader of a process is made as quickly as the next one."""
     code = f"""{DATASETS}
 before = set(sys.modules)
 aioloader.DataLoader(Plain())
@@ -84,18 +83,18 @@ aioloader.DataLoader(Plain(), 4, num_workers=2)
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("arguments", "others"),
+    ("arguments", "unused"),
     [
         ("Plain(), 4", "process inline pipeline stream tuner"),
         ("Plain(), 4, num_workers=2", "fork_server spawn recovery inline tuner anyio"),
         ("Asynchronous(), 4", "process inline threads evened tuner ahead"),
     ],
 )
-def test_iterating_imports_what_this_loader_uses(arguments: str, others: str) -> None:
-    """Not what other datasets, start methods and arguments need."""
+def test_iterating_imports_only_used_modules(arguments: str, unused: str) -> None:
+    """Nothing that only other datasets, start methods and arguments need."""
     code = f"{DATASETS}\nlist(aioloader.DataLoader({arguments}))"
-    found = {name.rpartition(".")[2] for name in imported_by(code)}
-    assert not found.intersection(others.split())
+    modules = {name.rpartition(".")[2] for name in imported_by(code)}
+    assert not modules.intersection(unused.split())
 
 
 FIRST_STEP = """
@@ -118,43 +117,42 @@ asyncio.run(main())
 @pytest.mark.parametrize(
     "arguments", ["Plain()", "Asynchronous()", "Asynchronous(), loop='caller'"]
 )
-def test_a_first_step_imports_off_the_callers_loop(arguments: str) -> None:
-    """The loop serves other tasks meanwhile."""
+def test_the_first_step_imports_off_the_callers_loop(arguments: str) -> None:
+    """The caller's loop serves other tasks meanwhile."""
     imported_by(f"{DATASETS}\nloader = aioloader.DataLoader({arguments})\n{FIRST_STEP}")
 
 
 @pytest.mark.slow
-def test_a_first_iteration_collects_no_garbage() -> None:
-    """Where torch is loaded, a full collection takes as long as the imports."""
+def test_the_first_iteration_collects_no_garbage() -> None:
+    """With torch loaded, a full collection takes as long as the imports."""
     code = f"""{DATASETS}
 import gc
-found = []
-gc.callbacks.append(lambda phase, info: found.append(phase))
+phases = []
+gc.callbacks.append(lambda phase, info: phases.append(phase))
 iterator = iter(aioloader.DataLoader(Plain(), 4, num_workers=2))
 gc.disable()
-sys.exit(found.count("stop") > 4 and f"{{found.count('stop')}} collections")
+sys.exit(phases.count("stop") > 4 and f"{{phases.count('stop')}} collections")
 """
     imported_by(code)
 
 
 @pytest.mark.slow
-def test_importing_the_datasets() -> None:
-    """Each is imported when its name is used, and its extra when it is made."""
-    found = imported_by("import aioloader; aioloader.datasets")
-    assert "aioloader.datasets" in found
-    assert not [name for name in found if name.startswith("aioloader.datasets.")]
-    found = imported_by("from aioloader.datasets import FileDataset, SQLDataset")
-    assert "aioloader.datasets.sql" not in found
+def test_a_dataset_is_imported_when_its_name_is_used() -> None:
+    """Its extra is imported when a dataset is constructed."""
+    modules = imported_by("import aioloader; aioloader.datasets")
+    assert "aioloader.datasets" in modules
+    assert not [name for name in modules if name.startswith("aioloader.datasets.")]
+    modules = imported_by("from aioloader.datasets import FileDataset, SQLDataset")
+    assert "aioloader.datasets.sql" not in modules
     assert (
-        not found.intersection(NOT_BY_A_LOADER)
+        not modules.intersection(NOT_BY_A_LOADER)
         - {"aiofiles", "sqlite3"}
         - {"aioloader.datasets", "braceexpand"}
     )
 
 
 @pytest.mark.parametrize("name", ["aioloader", "aioloader.datasets"])
-def test_every_public_name_is_there(name: str) -> None:
-    """By attribute, by ``dir`` and by ``*``."""
+def test_public_names_are_attributes_in_dir_and_star(name: str) -> None:
     module = importlib.import_module(name)
     for public in module.__all__:
         assert getattr(module, public) is getattr(module, public)
@@ -165,18 +163,17 @@ def test_every_public_name_is_there(name: str) -> None:
 
 
 @pytest.mark.parametrize("module", [aioloader, aioloader.datasets])
-def test_other_names_are_not(module: Any) -> None:
-    """In Python's own words."""
+def test_unknown_names_raise_pythons_own_error(module: Any) -> None:
     with pytest.raises(AttributeError, match=f"'{module.__name__}' has no attribute"):
         _ = module.DataLaoder
 
 
 @pytest.mark.slow
-def test_the_core_names_no_dataset() -> None:
+def test_the_core_imports_no_dataset() -> None:
     """Neither for type checkers nor inside a function."""
     root = Path(aioloader.__file__).parent
     beyond = {"__init__.py", "_cli", "accelerate.py", "datasets", "testing"}
-    found = [
+    importers = [
         path.name
         for path in root.rglob("*.py")
         if path.relative_to(root).parts[0] not in beyond
@@ -184,4 +181,4 @@ def test_the_core_names_no_dataset() -> None:
         if isinstance(node, ast.Import | ast.ImportFrom)
         and "aioloader.datasets" in ast.unparse(node)
     ]
-    assert not found
+    assert not importers

@@ -1,4 +1,4 @@
-"""The path of the first batch: functions and modules that it enters."""
+"""The functions and modules that the first batch enters."""
 
 import re
 from pathlib import Path
@@ -23,17 +23,19 @@ LIMITS = {
 
 @pytest.fixture(scope="module")
 def counts() -> dict[str, tuple[int, int]]:
-    """Return what the tool prints."""
+    """Return the numbers of functions and modules by case, as the tool prints them."""
     printed = python(TOOL, check=True).stdout
-    found = re.findall(
+    cases = re.findall(
         r"^(.+): (\d+) functions in (\d+) modules$", printed, re.MULTILINE
     )
-    return {name: (int(functions), int(modules)) for name, functions, modules in found}
+    return {name: (int(functions), int(modules)) for name, functions, modules in cases}
 
 
 @pytest.mark.parametrize("name", LIMITS)
-def test_the_path_is_no_longer(name: str, counts: dict[str, tuple[int, int]]) -> None:
-    """A first batch enters no more functions, in no more modules, than before."""
+def test_the_first_batch_enters_no_more_functions(
+    name: str, counts: dict[str, tuple[int, int]]
+) -> None:
+    """Nor more modules."""
     functions, modules = counts[name]
     most_functions, most_modules = LIMITS[name]
     assert functions <= most_functions

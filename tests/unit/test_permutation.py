@@ -1,4 +1,4 @@
-"""The keyed permutation."""
+"""Shuffled orders: permutations that are computed position by position."""
 
 import pickle
 from typing import Any
@@ -15,14 +15,13 @@ from aioloader._order.shuffled_blocks import ShuffledBlocks
 
 
 @given(st.integers(0, 3000), st.integers(-(2**70), 2**70))
-def test_is_a_permutation(n: int, seed: int) -> None:
-    """Every index comes exactly once."""
+def test_every_index_comes_exactly_once(n: int, seed: int) -> None:
     assert sorted(ShuffledIndices(n, seed)) == list(range(n))
 
 
 @given(st.integers(1, 2**63), st.data())
-def test_seek_agrees_with_blocks(n: int, data: st.DataObject) -> None:
-    """A position looked up alone is what a block holds there; all stay in range."""
+def test_single_positions_agree_with_blocks(n: int, data: st.DataObject) -> None:
+    """A position looked up alone has the index of its block; all are in range."""
     order = ShuffledIndices(n, seed=7)
     start = data.draw(st.integers(0, n - 1))
     stop = min(n, start + 50)
@@ -35,8 +34,7 @@ def test_seek_agrees_with_blocks(n: int, data: st.DataObject) -> None:
 
 
 @pytest.mark.slow
-def test_looks_uniform() -> None:
-    """Over many seeds each index is equally likely at each position."""
+def test_each_index_is_equally_likely_at_each_position() -> None:
     n, seeds = 12, 6000
     counts = np.zeros((n, n))
     for seed in range(seeds):
@@ -47,20 +45,18 @@ def test_looks_uniform() -> None:
     assert chi_square < 121 + 6 * 15.6
 
 
-def test_neighbours_are_scattered() -> None:
-    """Consecutive positions do not give correlated indices."""
+def test_neighbouring_positions_are_uncorrelated() -> None:
     block = ShuffledIndices(100_000, seed=1).take(0, 100_000).astype(float)
     assert abs(np.corrcoef(block[:-1], block[1:])[0, 1]) < 0.02
 
 
-def test_order_is_a_contract() -> None:
-    """The order for a seed does not change between releases."""
+def test_the_order_of_a_seed_never_changes() -> None:
+    """It is the same in all releases."""
     order = ShuffledIndices(10, seed=1).take(0, 10)
     assert order.tolist() == [4, 3, 6, 9, 2, 1, 7, 5, 8, 0]
 
 
-def test_set_epoch_leaves_an_iteration_alone() -> None:
-    """An iteration under way keeps its order."""
+def test_set_epoch_does_not_change_a_running_iteration() -> None:
     order = ShuffledIndices(10_000, seed=5)
     expected = list(order)
     iterator = iter(order)
@@ -69,8 +65,8 @@ def test_set_epoch_leaves_an_iteration_alone() -> None:
     assert head + list(iterator) == expected
 
 
-def test_sequence_manners() -> None:
-    """Negative positions count from the end; others raise."""
+def test_shuffled_indices_behave_as_a_sequence() -> None:
+    """Negative positions count from the end; positions out of range raise."""
     order = ShuffledIndices(5, seed=2)
     assert order[-1] == order[4]
     assert len(order) == 5
@@ -83,8 +79,7 @@ def test_sequence_manners() -> None:
 
 
 @pytest.mark.parametrize("n", [-1, 2**63 + 1])
-def test_refuses_other_sizes(n: int) -> None:
-    """Only sizes whose indices fit in int64."""
+def test_sizes_beyond_int64_indices_raise(n: int) -> None:
     with pytest.raises(ValueError, match=r"n must be from 0 to 2\*\*63"):
         ShuffledIndices(n)
 
@@ -92,8 +87,8 @@ def test_refuses_other_sizes(n: int) -> None:
 @pytest.mark.parametrize(
     "order", [ShuffledIndices(1 << 40), ShuffledBlocks(1 << 40, 16, 4096)]
 )
-def test_a_loader_begins_anywhere(order: Any) -> None:
-    """Nothing before is computed: to iterate so far would take hours."""
+def test_a_shuffled_order_can_begin_anywhere(order: Any) -> None:
+    """Earlier positions are not computed: that would take hours."""
     sampler, number = BatchSampler(order, 4, drop_last=False), 1 << 36
     batch = next(order_of(order, sampler).batches(number))
     assert batch.indices == [order[4 * number + place] for place in range(4)]

@@ -1,4 +1,4 @@
-"""Kinds and colours."""
+"""How the loader reads a dataset: by coroutines or not, by sample or by batch."""
 
 from typing import Any
 from unittest.mock import MagicMock
@@ -18,7 +18,7 @@ class AnyName(dict[int, int]):
 
 
 @pytest.mark.parametrize("spec", [None, SyncMap])
-def test_objects_that_answer_any_name_are_read(spec: Any) -> None:
+def test_datasets_that_answer_any_attribute_are_read(spec: Any) -> None:
     """By index, as torch reads them."""
     mock = MagicMock(spec=spec)
     mock.__len__.return_value = 4
@@ -45,14 +45,14 @@ class Holder(SyncMap):
     ],
     ids=["subset", "concat", "stack", "stack by name", "nested"],
 )
-def test_wrappers_take_the_colour_of_what_they_hold(wrap: Any) -> None:
-    """Around async datasets torch's return awaitables."""
+def test_torchs_wrappers_of_async_datasets_are_async(wrap: Any) -> None:
+    """Their items are awaitables."""
     assert reads_async(wrap(AsyncMap()))
     assert not reads_async(wrap(SyncMap()))
 
 
-def test_a_users_wrapper_is_plain_code() -> None:
-    """It may block, or run a loop: what it holds says nothing of that."""
+def test_a_users_wrapper_of_an_async_dataset_is_not_async() -> None:
+    """It may block or run a loop, whatever dataset it holds."""
     assert not reads_async(Holder())
 
 
@@ -67,14 +67,14 @@ class Batched(SyncMap):
 
 
 class OnlyItem(Batched):
-    """Overrides one of them: the other must not answer for it (R42)."""
+    """Overrides ``__getitem__``: the inherited batch method must not answer for it."""
 
     def __getitem__(self, index: int) -> Any:
         return -index
 
 
 class OnlyItems(SyncMap):
-    """Defines the batch method below the class of the other."""
+    """Defines the batch method in a class below that of ``__getitem__``."""
 
     def __getitems__(self, indices: list[int]) -> list[Any]:
         return indices
@@ -96,11 +96,11 @@ class OnlyItems(SyncMap):
         (StackDataset(AsyncBatchMap()), False),
     ],
 )
-def test_batch_method_counts_where_it_may(dataset: Any, used: bool) -> None:
+def test_getitems_is_used_unless_getitem_overrides_it(dataset: Any, used: bool) -> None:
     """``__getitems__`` answers only at or below the class of ``__getitem__``."""
     assert (batch_getter(dataset) is not None) is used
 
 
-def test_a_loader_asks_a_stream_for_little() -> None:
+def test_streams_need_at_most_five_methods() -> None:
     """A bound that only goes down."""
     assert len(OwnStream.__abstractmethods__) <= 5

@@ -3,15 +3,29 @@
 import functools
 import threading
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from aioloader._workers.pickling_errors import explain
+from aioloader import DataLoader
+from aioloader.errors import WorkerStartError
+
+SPAWN: Any = {"num_workers": 1, "multiprocessing_context": "spawn"}
 
 
-class Slotted:
+class Rows:
+    """A dataset of one sample."""
+
+    __slots__ = ()
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class Slotted(Rows):
     """Has slots and no dictionary."""
 
     __slots__ = ("lock",)
@@ -20,7 +34,7 @@ class Slotted:
         self.lock = threading.Lock()
 
 
-class Partly:
+class Partly(Rows):
     """Leaves one lock out of its state, and one in."""
 
     def __init__(self) -> None:
@@ -31,11 +45,16 @@ class Partly:
         return {"table": self.table}
 
 
-class Refusing:
-    """Refuses by itself."""
+class Refusing(Rows):
+    """Refuses in the turns that are true; without any, always."""
+
+    def __init__(self, turns: list[bool]) -> None:
+        self.turns = turns
 
     def __reduce__(self) -> Any:
-        raise RuntimeError("not me")
+        if not self.turns or self.turns.pop(0):
+            raise RuntimeError("not me")
+        return Rows, ()
 
 
 def closing_over(lock: Any) -> Callable[[Any], Any]:
@@ -55,10 +74,10 @@ def in_main(name: str) -> Any:
     return space[name]
 
 
-FOUND: list[tuple[str, Any, str]] = [
+REFUSALS: list[tuple[str, Any, str]] = [
     ("dataset", Slotted(), "Slotted.lock cannot be pickled"),
     ("dataset", Partly(), "Partly.table['open'][1] cannot be pickled"),
-    ("dataset", Refusing(), "Refusing cannot be pickled"),
+    ("dataset", Refusing([]), "Refusing cannot be pickled"),
     ("dataset", [3, Slotted()], "list[1].lock cannot be pickled"),
     ("transform", closing_over(threading.Lock()), "transform.func.<lock> cannot"),
     (
@@ -70,32 +89,38 @@ FOUND: list[tuple[str, Any, str]] = [
 ]
 
 
+def refusal(part: str, value: Any) -> str:
+    """Return the message for a loader whose ``part`` cannot be pickled."""
+    options: dict[str, Any] = {"dataset": [1], **SPAWN, part: value}
+    with pytest.raises(WorkerStartError) as caught:
+        list(DataLoader(**options))
+    return str(caught.value)
+
+
 @pytest.mark.parametrize(
-    ("part", "value", "words"), FOUND, ids=[words.split()[0] for *_, words in FOUND]
+    ("part", "value", "words"),
+    REFUSALS,
+    ids=[words.split()[0] for *_, words in REFUSALS],
 )
-def test_the_path_is_named(part: str, value: Any, words: str) -> None:
-    """From the dataset's class, or the argument's name, down to the culprit."""
-    shipment = SimpleNamespace(dataset=[1], transform=None)
-    setattr(shipment, part, value)
-    message = explain(shipment, TypeError("cannot pickle '_thread.lock' object"))
+def test_the_path_to_the_culprit_is_named(part: str, value: Any, words: str) -> None:
+    """From the dataset's class, or the argument's name, down to the object."""
+    message = refusal(part, value)
     assert message.startswith(words)
-    assert "cannot pickle '_thread.lock' object" in message
+    assert "cannot pickle '_thread.lock' object" in message or "not me" in message
     for way_out in ("open it in the worker", "`__getstate__`", "workers='thread'"):
         assert way_out in message
 
 
-def test_nothing_is_found() -> None:
-    """The original words must do; what does not come again is a signal handler's."""
-    shipment = SimpleNamespace(dataset=[1], rest=threading.Lock())
-    message = explain(shipment, ValueError("why"))
-    assert message.startswith("what the workers need cannot be pickled: why; ")
-    with pytest.raises(ValueError, match="why"):
-        explain(SimpleNamespace(dataset=[1]), ValueError("why"))
+def test_an_unknown_culprit_leaves_the_original_message() -> None:
+    """An error that does not come again, as from a signal handler, is raised itself."""
+    message = refusal("dataset", Refusing([True, False, True]))
+    assert message.startswith("what the workers need cannot be pickled: not me; ")
+    with pytest.raises(RuntimeError, match="not me"):
+        list(DataLoader(Refusing([True, False, False]), **SPAWN))
 
 
-def test_nothing_is_changed() -> None:
-    """Looking for the culprit leaves the dataset as it is."""
+def test_looking_for_the_culprit_changes_nothing() -> None:
     dataset = Partly()
     before = dict(vars(dataset))
-    explain(SimpleNamespace(dataset=dataset), TypeError("x"))
+    refusal("dataset", dataset)
     assert vars(dataset) == before

@@ -9,7 +9,7 @@ import pytest
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
-def test_the_page_is_up_to_date(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_results_page_is_up_to_date(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     names = ("figures", "readme", "results_page")  # they import each other
     figures, _, results_page = (importlib.import_module(name) for name in names)

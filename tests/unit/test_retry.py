@@ -1,4 +1,4 @@
-"""Retry schedules."""
+"""`Retry`: its delays, and the errors that it retries."""
 
 import random
 from typing import Any
@@ -17,7 +17,7 @@ from aioloader.errors import (
 
 
 @given(st.integers(1, 12), st.floats(0, 5), st.floats(0, 60), st.integers())
-def test_delays_stay_within_bounds(
+def test_retry_delays_stay_within_bounds(
     attempts: int, base: float, most: float, seed: int
 ) -> None:
     """One delay fewer than attempts, each under its exponential bound and the cap."""
@@ -45,15 +45,14 @@ def test_delays_stay_within_bounds(
     ],
     ids=repr,
 )
-def test_only_what_may_pass_is_worth_it(error: BaseException, worth: bool) -> None:
-    """Missing files and wrong values do not mend by waiting."""
+def test_only_transient_errors_are_retried(error: BaseException, worth: bool) -> None:
+    """Missing files and wrong values do not go away by waiting."""
     assert Retry().is_worth(error) is worth
 
 
 @pytest.mark.parametrize(
     "wrong", [{"max_attempts": 0}, {"base_delay": -1.0}, {"max_delay": -0.1}]
 )
-def test_refuses_wrong_numbers(wrong: dict[str, Any]) -> None:
-    """The constructor says what is wrong."""
+def test_wrong_retry_numbers_raise(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="must"):
         Retry(**wrong)

@@ -1,18 +1,29 @@
-"""Keys and seeds: the same everywhere, for ever."""
+"""Seeds of batches and samples are the same on every system, in every release."""
 
-from aioloader._workers.rng import key_of
+from typing import Any
+
+import pytest
+import torch
+
+from aioloader import DataLoader
 
 
-def test_keys_do_not_change() -> None:
-    """Runs of today are repeated by the releases of tomorrow."""
-    places = [(0,), (0, 0), (0, 1), (1, 0), (1 << 62, 3, 1000)]
-    assert [key_of(*place) for place in places] == PINNED
+class Seeds(list[int]):
+    """Each sample is the seed with which it is read."""
+
+    def __getitem__(self, _index: Any) -> Any:
+        return torch.initial_seed()
 
 
-PINNED = [
-    2981575634999029467,
-    4099440686438224550,
-    1056676140125623852,
-    579802046646776932,
-    3286280461368684429,
-]
+@pytest.mark.parametrize(
+    ("rng", "seeds"),
+    [
+        ("batch", [6273646018901070079, 6078295120203423313]),
+        ("sample", [5802805015985019982, 4258545799932471854]),
+    ],
+)
+def test_seeds_never_change(rng: Any, seeds: list[int]) -> None:
+    """Today's runs can be repeated with future releases."""
+    generator = torch.Generator().manual_seed(0)
+    loader = DataLoader(Seeds([0]), rng=rng, num_workers=1, generator=generator)
+    assert [int(batch) for _ in range(2) for batch in loader] == seeds

@@ -1,4 +1,4 @@
-"""The public face and the shape of the house."""
+"""The public names and signatures, and bounds on the size of the source."""
 
 import doctest
 import importlib
@@ -16,7 +16,7 @@ from aioloader.errors import UNRELEASED
 ROOT = Path(__file__).parents[2]
 
 
-def test_public_names() -> None:
+def test_public_names_are_exactly_these() -> None:
     """Changing this list is changing the product."""
     names = """
         SKIP DataLoader Device Failure LoaderStats PrometheusCollector RayWorkers Retry
@@ -28,17 +28,16 @@ def test_public_names() -> None:
     assert all(hasattr(aioloader, name) for name in aioloader.__all__)
 
 
-def test_version() -> None:
-    """It is that of the package; hatch reads it from there."""
+def test_the_version_is_where_hatch_reads_it() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     path = project["tool"]["hatch"]["version"]["path"]
     assert f'__version__ = "{aioloader.__version__}"' in (ROOT / path).read_text()
 
 
-def test_hints_can_be_pasted() -> None:
-    """A shell takes brackets for a pattern, unless they are quoted; extras exist.
+def test_install_hints_can_be_pasted_into_a_shell() -> None:
+    """Brackets are quoted, extras exist.
 
-    No index has the package yet: they name the repository, as the README does.
+    No index has the package yet: hints name the repository, as the README does.
     """
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     extras = {*project["project"]["optional-dependencies"], "extra"}
@@ -46,7 +45,7 @@ def test_hints_can_be_pasted() -> None:
     hints = re.findall("pip install (.*)", source)
     quoted = [re.match(r'"aioloader\[(.*)\]\{UNRELEASED\}"', hint) for hint in hints]
     assert all(quoted), hints
-    named = {one[1].strip("{}") for one in quoted if one}
+    named = {hint[1].strip("{}") for hint in quoted if hint}
     asked = re.findall(r'imported\(\s*f?"[\w.{}]+",\s*"([\w-]+)",', source)
     assert named | {*asked} <= extras
     assert len(asked) > 8
@@ -55,7 +54,7 @@ def test_hints_can_be_pasted() -> None:
     assert UNRELEASED.endswith(f"git+{project['project']['urls']['Source']}")
 
 
-def test_torchs_signature() -> None:
+def test_the_constructor_begins_with_torchs_arguments() -> None:
     """Torch's seventeen arguments: names, order, kinds, defaults; ours keyword-only."""
     theirs = inspect.signature(torch.utils.data.DataLoader.__init__).parameters
     ours = inspect.signature(aioloader.DataLoader.__init__).parameters
@@ -73,8 +72,7 @@ def test_torchs_signature() -> None:
     assert [parameter.name for parameter in added] == names.split()
 
 
-def test_no_long_files() -> None:
-    """700 lines are the cap."""
+def test_no_file_is_longer_than_700_lines() -> None:
     lines = {
         str(path.relative_to(ROOT)): len(path.read_text().splitlines())
         for folder in ("src", "tests", "benchmarks")
@@ -94,7 +92,7 @@ BOUNDS = {
 CLASSES = 419
 
 
-def test_it_only_gets_smaller() -> None:
+def test_line_and_class_counts_only_go_down() -> None:
     """A line that is added takes the place of another."""
     lines, classes = dict.fromkeys(BOUNDS, 0), 0
     for folder in BOUNDS:
@@ -106,13 +104,13 @@ def test_it_only_gets_smaller() -> None:
     assert classes <= CLASSES
 
 
-def test_no_alias_of_any_stands_for_a_class() -> None:
-    """It would hide a circle of imports."""
+def test_no_class_is_replaced_by_an_alias_of_any() -> None:
+    """Such an alias would hide an import cycle."""
     sources = [path.read_text() for path in (ROOT / "src").rglob("*.py")]
     assert not any(re.search(r": TypeAlias = Any\b", text) for text in sources)
 
 
-def test_there_is_one_way_to_leave_the_loop() -> None:
+def test_only_one_module_runs_code_in_threads_from_a_loop() -> None:
     """A coroutine that runs plain code in a thread awaits ``in_thread``."""
     leaves = re.compile(r"asyncio\.to_thread[(,]|import run_sync|\.run_in_executor\b")
     paths = [*(ROOT / "src").rglob("*.py")]
@@ -131,7 +129,6 @@ def test_there_is_one_way_to_leave_the_loop() -> None:
     ],
 )
 def test_docstring_examples_run(name: str) -> None:
-    """What the docstrings show is what happens."""
     results = doctest.testmod(importlib.import_module(name))
     assert results.attempted
     assert not results.failed

@@ -24,15 +24,15 @@ def _committed() -> list[Path]:
     return [Path(name) for name in done.stdout.split("\0") if name]
 
 
-def test_no_file_is_large() -> None:
+def test_no_committed_file_is_large() -> None:
     """Data is generated, or comes in packages."""
     here = [path for path in _committed() if (ROOT / path).is_file()]
     sizes = {path: (ROOT / path).stat().st_size for path in here}
     assert {path: size for path, size in sizes.items() if size > LARGEST} == {}
 
 
-def test_the_sdist_names_what_the_root_holds() -> None:
-    """A file that a run has left at the root is neither committed nor shipped."""
+def test_the_sdist_has_exactly_the_committed_root_entries() -> None:
+    """Files that a run leaves at the root are neither committed nor shipped."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
     sdist = settings["tool"]["hatch"]["build"]["targets"]["sdist"]
     shipped = set(sdist["only-include"])

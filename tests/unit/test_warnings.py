@@ -1,4 +1,4 @@
-"""Whoever is warned finds their own line."""
+"""Warnings point at the user's line."""
 
 import asyncio
 import inspect
@@ -35,37 +35,34 @@ def line() -> int:
     return frame.f_back.f_lineno
 
 
-def test_for() -> None:
-    """A loop."""
+def test_a_warning_points_at_the_for_loop() -> None:
     loader = loaded()
-    with pytest.warns(UserWarning, match="read again") as found:
+    with pytest.warns(UserWarning, match="read again") as caught:
         iterator, here = iter(loader), line()
         next(iterator)
-    assert found[0].filename == __file__
-    assert found[0].lineno in {here, here + 1}
+    assert caught[0].filename == __file__
+    assert caught[0].lineno in {here, here + 1}
 
 
-def test_async_for() -> None:
-    """A loop in a coroutine."""
-
+def test_a_warning_points_at_the_async_for_loop() -> None:
     async def iterated() -> int:
         async for _ in loader:
             break
         return line()
 
     loader = loaded()
-    with pytest.warns(UserWarning, match="read again") as found:
+    with pytest.warns(UserWarning, match="read again") as caught:
         end = asyncio.run(iterated())
-    assert (found[0].filename, found[0].lineno) == (__file__, end - 2)
+    assert (caught[0].filename, caught[0].lineno) == (__file__, end - 2)
 
 
-def test_on_a_thread_of_ours() -> None:
-    """Nobody of the user's is there: it points at whoever warns."""
+def test_a_warning_on_a_loaders_thread_points_at_its_code() -> None:
+    """No line of the user is on the stack."""
     ours: dict[str, Any] = {"__name__": "aioloader._there", "warn": warn}
     exec(compile("def run(): warn('beware')", "there.py", "exec"), ours)
-    with warnings.catch_warnings(record=True) as found:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         thread = threading.Thread(target=ours["run"])
         thread.start()
         thread.join()
-    assert found[0].filename == "there.py"
+    assert caught[0].filename == "there.py"

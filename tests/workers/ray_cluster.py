@@ -1,4 +1,4 @@
-"""A small Ray cluster on this machine, for the tests of one file."""
+"""A small Ray cluster on this machine, for the tests of a module."""
 
 import gc
 import os
@@ -12,7 +12,7 @@ import pytest
 from aioloader.testing import Resources
 from faulty import parent_of
 
-# Its workers are as nice as the processes that run other tests meanwhile.
+# Its workers have the niceness of the processes that run other tests.
 ENVIRONMENT = {"RAY_AUTH_MODE": "disabled", "RAY_worker_niceness": "0"}
 
 
@@ -37,10 +37,10 @@ def cluster() -> Iterator[Any]:
 
 @pytest.fixture(autouse=True)
 def nothing_is_left(cluster: Any) -> Iterator[None]:
-    """Fail a test that leaves an actor, or anything that is not Ray's own.
+    """Fail a test that leaves an actor, or anything that is not Ray's.
 
-    Ray's threads, sockets and processes come and go while a cluster is up, so this
-    stands in for the fixture of all tests.
+    It replaces the fixture of all tests, for Ray's threads, sockets and processes
+    come and go while a cluster is up.
     """
     before = _ours()
     yield
@@ -54,11 +54,11 @@ def nothing_is_left(cluster: Any) -> Iterator[None]:
 
 
 def _ours() -> set[str]:
-    """Return what of this process is not Ray's: threads, files, own children."""
+    """Return this process's threads, files and children that are not Ray's."""
     now = Resources.now()
     mine = [pid for pid in now.children if _is_own(pid)]
     return {
-        *(one.name for one in now.threads if one.name.startswith("aioloader")),
+        *(t.name for t in now.threads if t.name.startswith("aioloader")),
         *(target for _, target in now.descriptors if "aioloader" in target),
         *(target for _, target in now.descriptors if target.startswith("pipe:")),
         *map(str, mine),
@@ -66,7 +66,7 @@ def _ours() -> set[str]:
 
 
 def _is_own(pid: int) -> bool:
-    """Tell whether a process was started by this one; Ray's workers come and go."""
+    """Return whether this process started another; Ray's workers come and go."""
     try:
         return parent_of(pid) == os.getpid()
     except FileNotFoundError:
@@ -76,17 +76,17 @@ def _is_own(pid: int) -> bool:
 def _actors(ray: Any) -> list[Any]:
     """Return the actors that are not dead."""
     table = ray._private.state.actors()
-    return [one for one in table.values() if one["State"] != "DEAD"]
+    return [actor for actor in table.values() if actor["State"] != "DEAD"]
 
 
 def begun(loader: Any) -> int:
-    """Return how many of the actors that a loader keeps have begun."""
+    """Return how many of the actors that a loader keeps have started."""
     kept = loader._live.pools._kept
     seats = kept[0]._seats if kept else ()
     return sum(seat.begun is not None for seat in seats)
 
 
 def wait_for(fifo: Path) -> None:
-    """Block until somebody opens the other end of a FIFO."""
+    """Block until another process opens the other end of a FIFO."""
     with fifo.open("rb"):
         pass

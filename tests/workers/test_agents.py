@@ -42,7 +42,7 @@ def main():
             with DataLoader(dataset, 2, **options) as loader:
                 for epoch in range(2):
                     print(sorted(n for batch in loader for n in batch.tolist()))
-        print(*{str(one.message) for one in caught})
+        print(*{str(warning.message) for warning in caught})
         assert loader.stats().worker_restarts == 1
         assert dataset.shared >= 12
     iterator = iter(DataLoader(AsyncRows(), num_workers=2, persistent_workers=True))
@@ -53,8 +53,8 @@ main()
 
 
 @pytest.mark.slow
-def test_workers_where_an_agent_starts_threads(tmp_path: Path) -> None:
-    """Each worker is a new interpreter; one warning; deaths are as always."""
+def test_workers_start_beside_threads_of_an_agent(tmp_path: Path) -> None:
+    """Each is a new interpreter; one warning; deaths are handled as always."""
     (tmp_path / "sitecustomize.py").write_text(AGENT, encoding="utf-8")
     script = tmp_path / "script.py"
     script.write_text(SCRIPT, encoding="utf-8")

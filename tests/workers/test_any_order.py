@@ -1,4 +1,4 @@
-"""``in_order=False`` over iterables that workers read: a slow one delays nobody."""
+"""``in_order=False`` over iterables in workers: a slow worker delays no other."""
 
 import multiprocessing
 from collections.abc import Iterator
@@ -21,15 +21,15 @@ CONTEXT = multiprocessing.get_context("fork")
 
 
 class Gated(IterableDataset[int]):
-    """The first worker waits at a sample until the gate is opened."""
+    """The first worker waits at a sample until the gate opens."""
 
-    def __init__(self, n: int, at: int = 0) -> None:
-        self.n, self.at = n, at
+    def __init__(self, n: int, waits_at: int = 0) -> None:
+        self.n, self.waits_at = n, waits_at
         self.gate = CONTEXT.Event()
 
     def __iter__(self) -> Iterator[int]:
         for number in share(self.n):
-            if number == self.at:
+            if number == self.waits_at:
                 assert self.gate.wait(20)
             yield number
 
@@ -43,20 +43,20 @@ class GatedCursor(Cursor):
 
     def __next__(self) -> int:
         number = super().__next__()
-        if number == self.dataset.at:
+        if number == self.dataset.waits_at:
             assert self.dataset.gate.wait(20)
         return number
 
 
 class GatedCursors(Gated):
-    """The same, with a state."""
+    """The same, with iterators that have a state."""
 
     def __iter__(self) -> Any:
         return GatedCursor(self)
 
 
 def make(dataset: Any, cls: Any = Loader, workers: int = 2, **options: Any) -> Any:
-    """Return a loader; torch's has the same arguments."""
+    """Return a loader, ours or torch's."""
     arguments = {"num_workers": workers, "multiprocessing_context": CONTEXT}
     return cls(dataset, 2, in_order=False, **arguments, **options)
 
@@ -66,8 +66,8 @@ def make(dataset: Any, cls: Any = Loader, workers: int = 2, **options: Any) -> A
 @pytest.mark.parametrize(
     "cls", [Loader, torch.utils.data.DataLoader], ids=["ours", "torch"]
 )
-def test_a_slow_worker_delays_nobody(cls: Any, persistent: bool) -> None:
-    """All that the other one reads is delivered first, as torch does."""
+def test_a_slow_worker_delays_no_other(cls: Any, persistent: bool) -> None:
+    """All batches of the other worker are delivered first, as by torch."""
     dataset = Gated(81)
     loader = make(dataset, cls, persistent_workers=persistent)
     iterator = iter(loader)
@@ -85,9 +85,9 @@ def test_a_slow_worker_delays_nobody(cls: Any, persistent: bool) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("cls", [Gated, GatedCursors])
 @pytest.mark.parametrize("taken", [0, 3, 10, 13])
-def test_states(cls: Any, taken: int) -> None:
-    """What was delivered, from any reader, is not delivered again."""
-    dataset = cls(41, at=4)
+def test_resuming_in_any_order_repeats_no_batch(cls: Any, taken: int) -> None:
+    """Whichever worker the delivered batches came from."""
+    dataset = cls(41, waits_at=4)
     loader = make(dataset)
     iterator = iter(loader)
     delivered = []
@@ -98,7 +98,7 @@ def test_states(cls: Any, taken: int) -> None:
     state = loader.state_dict()
     dataset.gate.set()
     iterator.close()
-    again = cls(41, at=-1)
+    again = cls(41, waits_at=-1)
     resumed = make(again)
     resumed.load_state_dict(state)
     rest = [batch.tolist() for batch in resumed]
@@ -108,14 +108,14 @@ def test_states(cls: Any, taken: int) -> None:
 
 
 class Failing(Gated):
-    """The second worker cannot give its first sample; it goes on with the next."""
+    """The second worker fails at its first sample, and continues with the next."""
 
     def __iter__(self) -> Any:
         return FailingCursor(self)
 
 
 class FailingCursor(GatedCursor):
-    """An iterator that has failed once, and goes on."""
+    """An iterator that fails once, and continues."""
 
     def __next__(self) -> int:
         number = super().__next__()
@@ -127,8 +127,8 @@ class FailingCursor(GatedCursor):
 
 
 @pytest.mark.usefixtures("fork_is_default")
-def test_an_error_that_was_raised_is_not_raised_again() -> None:
-    """A batch that is made again, to get past it, has had its error."""
+def test_a_raised_error_is_not_raised_after_resuming() -> None:
+    """Though its sample is read again, to get past it."""
     dataset = Failing(8)
     options: Any = {"batch_size": 1, "num_workers": 2, "in_order": False}
     loader = Loader(dataset, **options)

@@ -1,4 +1,4 @@
-"""Errors in worker processes: the user's own, noted; skipped, or replaced."""
+"""Errors in worker processes: the user's own, with notes; skipped, or replaced."""
 
 import threading
 import traceback
@@ -41,7 +41,7 @@ class AsyncBad(AsyncNumbers):
 
 
 class RowStream:
-    """An iterable, the iterator of which fails once and goes on."""
+    """An iterator that fails once and continues."""
 
     def __init__(self, bad: int) -> None:
         self.bad = bad
@@ -68,8 +68,8 @@ def make(dataset: Any, **options: Any) -> Any:
 @pytest.mark.parametrize("dataset", [Bad, AsyncBad])
 async def test_errors_keep_their_type_and_gain_notes(dataset: Any) -> None:
     """Stage, batch, index, worker and remote traceback."""
-    found = await drain("async", make(dataset(5)))
-    error: Any = found[1]
+    outcomes = await drain("async", make(dataset(5)))
+    error: Any = outcomes[1]
     assert type(error) is LookupError
     assert error.args == ("at 5",)
     text = "".join(traceback.format_exception(error))
@@ -84,21 +84,21 @@ def odd(_message: str) -> Exception:
 
 
 def unsendable(message: str) -> Exception:
-    """Return an exception that cannot cross."""
+    """Return an exception that cannot be pickled."""
     error = RuntimeError(message)
     error.lock = threading.Lock()  # type: ignore[attr-defined]
     return error
 
 
 class PrefixedError(Exception):
-    """Says more than it is given, so that a copy by its arguments says it twice."""
+    """Its constructor adds a prefix, which a copy by its arguments would repeat."""
 
     def __init__(self, message: str) -> None:
         super().__init__(f"bad sample: {message}")
 
 
 class KeywordError(Exception):
-    """Its text is of its attributes, and a lock is one of them."""
+    """Its text is made of its attributes, and one of them is a lock."""
 
     def __init__(self, *, name: str) -> None:
         self.name, self.lock = name, threading.Lock()
@@ -118,8 +118,8 @@ class KeywordError(Exception):
     ],
     ids=["odd", "not", "prefixed", "keyword"],
 )
-async def test_exceptions_say_what_they_said(error: Any, kind: Any, text: str) -> None:
-    """Whatever the constructor does, and if it cannot be pickled."""
+async def test_exceptions_keep_their_text(error: Any, kind: Any, text: str) -> None:
+    """Whatever their constructor does, also if they cannot be pickled."""
     caught, *rest = await drain("for", make(Bad(1, error=error)))
     assert str(caught) == text
     assert type(caught).__name__ == kind.__name__
@@ -135,8 +135,8 @@ class Stubborn(int):
         raise TypeError("cannot pickle me")
 
 
-def test_a_request_that_cannot_be_sent() -> None:
-    """One error for it; the next batch comes."""
+def test_a_request_that_cannot_be_sent_is_an_error() -> None:
+    """The next batch arrives."""
     sampler: Any = [0, 1, Stubborn(2), 3, 4]
     iterator = iter(DataLoader(Numbers(), 1, sampler=sampler, num_workers=2))
     assert [next(iterator).item() for _ in range(2)] == [0, 1]
@@ -146,7 +146,7 @@ def test_a_request_that_cannot_be_sent() -> None:
 
 
 class Fragile:
-    """Can be pickled, and not be unpickled."""
+    """Can be pickled, but not unpickled."""
 
     def __reduce__(self) -> Any:
         return _refuse, ()
@@ -157,8 +157,8 @@ def _refuse() -> Any:
 
 
 @pytest.mark.parametrize("is_sent", [False, True])
-def test_a_batch_that_cannot_be_sent_or_unpickled(is_sent: bool) -> None:
-    """One error for it, which says what and why; the next batch comes."""
+def test_a_batch_that_cannot_be_sent_is_an_error(is_sent: bool) -> None:
+    """Or not unpickled. The error says why; the next batch arrives."""
 
     def collate(samples: list[Any]) -> Any:
         bad = Fragile() if is_sent else (sample for sample in samples)
@@ -178,8 +178,8 @@ def test_a_batch_that_cannot_be_sent_or_unpickled(is_sent: bool) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
-async def test_a_callable_decides(way: str) -> None:
-    """In the worker: replaces, skips or raises."""
+async def test_on_error_decides_in_the_worker(way: str) -> None:
+    """It replaces, skips or raises."""
 
     def decide(failure: Failure) -> Any:
         if failure.index == 1:
@@ -189,23 +189,23 @@ async def test_a_callable_decides(way: str) -> None:
         raise KeyError("no")
 
     loader = make(Bad(1, 2, 9), on_error=decide)
-    found = await drain(way, loader)
-    assert found[:2] == [[0, -1, 3], [4, 5, 6, 7]]
-    assert type(found[2]) is KeyError
+    outcomes = await drain(way, loader)
+    assert outcomes[:2] == [[0, -1, 3], [4, 5, 6, 7]]
+    assert type(outcomes[2]) is KeyError
     assert {failure.index for failure in loader.skipped} >= {1, 2}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("limit", [2, 0.1])
-async def test_the_budget_is_over_all_workers(way: str, limit: float) -> None:
-    """One failure too many raises, whichever worker it was in."""
+async def test_the_failure_budget_counts_all_workers(way: str, limit: float) -> None:
+    """One failure too many raises, in whichever worker it is."""
     loader = make(Bad(0, 4, 8), on_error=Skip(at_most=limit))
-    found = await drain(way, loader)
-    errors = [one for one in found if isinstance(one, Exception)]
-    assert isinstance(errors[0], FailureBudgetError)
-    assert errors[0].failures == (3 if limit == 2 else 2)
-    assert isinstance(errors[0].__cause__, LookupError)
+    outcomes = await drain(way, loader)
+    error = next(outcome for outcome in outcomes if isinstance(outcome, Exception))
+    assert isinstance(error, FailureBudgetError)
+    assert error.failures == (3 if limit == 2 else 2)
+    assert isinstance(error.__cause__, LookupError)
     fresh = make(Bad(0, 4), on_error=Skip(at_most=2))
     assert await drain(way, fresh) == [[1, 2, 3], [5, 6, 7], [8, 9, 10, 11]]
     ahead = make(AsyncBad(0, 4, 8), on_error=Skip(at_most=0.26), num_workers=1)
@@ -213,15 +213,15 @@ async def test_the_budget_is_over_all_workers(way: str, limit: float) -> None:
 
 
 @pytest.mark.parametrize("fetch", ["loader", "workers"])
-async def test_streams_that_can_go_on(fetch: Any) -> None:
-    """An iterator class may fail for one sample and give the next."""
+async def test_a_stream_continues_after_a_skipped_failure(fetch: Any) -> None:
+    """Its iterator may fail for one sample and return the next."""
     loader = make(RowStream(2), num_workers=1, on_error="skip", fetch=fetch)
     assert await drain("async", loader) == [[0, 1, 3], [4, 5, 6, 7]]
     assert [failure.index for failure in loader.skipped] == [2]
 
 
-def test_an_iteration_that_ends_takes_no_policy_from_the_next() -> None:
-    """A worker that reads makes batches of both by one maker."""
+def test_closing_an_iteration_leaves_others_their_policy() -> None:
+    """A worker that reads makes batches of both with one maker."""
     stream = from_iterable(range(20)).map(Bad(18).__getitem__)
     options: Any = {"num_workers": 1, "fetch": "workers", "persistent_workers": True}
     loader = make(stream, on_error="skip", **options)
@@ -232,14 +232,14 @@ def test_an_iteration_that_ends_takes_no_policy_from_the_next() -> None:
         assert [batch.tolist() for batch in second][-1] == [16, 17, 19]
 
 
-def test_too_many_workers_are_warned_of() -> None:
-    """In torch's words, in the constructor."""
+def test_too_many_workers_are_a_warning() -> None:
+    """With torch's message, from the constructor."""
     with pytest.warns(UserWarning, match="This DataLoader will create 400 worker"):
         DataLoader(Numbers(), num_workers=400)
     DataLoader(Numbers(), num_workers=400, workers="thread")
 
 
-def test_first_sample_only() -> None:
-    """A collate function may deliver anything, None too."""
+def test_a_collate_function_may_return_anything() -> None:
+    """A number, or None."""
     assert list(make(Numbers(3), batch_size=1, collate_fn=first)) == [0, 1, 2]
     assert list(make(Numbers(3), batch_size=1, collate_fn=lambda _: None)) == [None] * 3

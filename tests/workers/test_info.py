@@ -1,4 +1,4 @@
-"""Who a worker is: its number, seed, dataset and threads; and what is set up in it."""
+"""A worker's number, seed, dataset and threads; and what its init function sets up."""
 
 import random
 from functools import partial
@@ -16,8 +16,7 @@ from samples import collect
 from working import AsyncNumbers, Drawing, Numbers, draw, first
 
 
-def test_outside_there_is_none() -> None:
-    """In the loader's own process, before, between and after."""
+def test_the_loaders_process_has_no_worker_info() -> None:
     assert get_worker_info() is None
     iterator = iter(DataLoader(Numbers(), num_workers=1))
     next(iterator)
@@ -26,7 +25,7 @@ def test_outside_there_is_none() -> None:
 
 
 def told(_sample: Any) -> Any:
-    """Return what a worker is told about itself."""
+    """Return a worker's info, ours and torch's, and its number of threads."""
     ours: Any = get_worker_info()
     theirs: Any = torch_worker_info()
     assert ours.dataset is theirs.dataset
@@ -38,21 +37,21 @@ def told(_sample: Any) -> Any:
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])
-def test_inside_both_tell_the_same(num_workers: int) -> None:
-    """Ours and torch's; the seed is the base seed and the number."""
+def test_worker_info_agrees_with_torchs(num_workers: int) -> None:
+    """The seed is the base seed plus the worker's number."""
     torch.manual_seed(8)
     base_seed = torch.empty((), dtype=torch.int64).random_().item()
     torch.manual_seed(8)
     loader: Any = DataLoader(
         Numbers(), num_workers=num_workers, transform=told, collate_fn=first
     )
-    found = list(loader)
-    assert {threads for *_, threads in found} == {1}
-    for ours, theirs, _ in found:
+    infos = list(loader)
+    assert {threads for *_, threads in infos} == {1}
+    for ours, theirs, _ in infos:
         assert ours == theirs == (ours[0], num_workers, base_seed + ours[0], 12)
 
 
-async def test_async_code_is_told_too() -> None:
+async def test_async_code_has_worker_info() -> None:
     """On the loop of a worker, and in the thread beside it."""
 
     class Asking(AsyncNumbers):
@@ -85,7 +84,7 @@ class Transformed(Numbers):
 
 
 def seed_everything(worker: int) -> None:
-    """Seed all, as recipes on the web do."""
+    """Seed all generators, as recipes on the web do."""
     torch.manual_seed(1000 + worker)
     np.random.seed(1000 + worker)
     random.seed(1000 + worker)
@@ -103,11 +102,11 @@ def seed_numpy(worker: int) -> None:
 @pytest.mark.parametrize("rng", [None, "batch", "sample"])
 @pytest.mark.parametrize("init", [seed_everything, seed_numpy])
 @pytest.mark.parametrize("num_workers", [1, 2])
-def test_an_init_function_that_seeds_is_in_charge(
+def test_seeds_of_an_init_function_are_kept(
     num_workers: int, init: Any, rng: Any
 ) -> None:
-    """Each sample finds what torch's workers find there: seed, numbers, order."""
-    found = []
+    """Each sample has the seeds and numbers of torch's workers, in the same order."""
+    batches = []
     for make in (TorchLoader, DataLoader):
         options: dict[str, Any] = {"rng": rng} if make is DataLoader else {}
         torch.manual_seed(8)
@@ -119,10 +118,10 @@ def test_an_init_function_that_seeds_is_in_charge(
             collate_fn=list,
             **options,
         )
-        found.append(list(loader))
-    assert found[0] == found[1]
+        batches.append(list(loader))
+    assert batches[0] == batches[1]
     if init is seed_everything:
-        assert {seed for batch in found[1] for seed, *_ in batch} == {
+        assert {seed for batch in batches[1] for seed, *_ in batch} == {
             1000 + worker for worker in range(num_workers)
         }
 
@@ -143,21 +142,21 @@ def draw_in_one_of_two(worker: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("init", [seed_one_of_two, draw_in_one_of_two])
 @pytest.mark.parametrize("rng", ["batch", "sample", "worker"])
-def test_an_init_function_that_draws_in_one_worker(rng: Any, init: Any) -> None:
-    """No hang, all batches in order; under ``rng="worker"`` torch's to the bit."""
+def test_an_init_function_may_draw_in_one_worker(rng: Any, init: Any) -> None:
+    """All batches arrive in order; those of ``rng="worker"`` are torch's to the bit."""
     kinds: list[Any] = [TorchLoader, partial(DataLoader, rng=rng)]
-    found = []
+    epochs = []
     for make in kinds:
         torch.manual_seed(1)
         loader = make(Drawing(), 2, num_workers=2, worker_init_fn=init)
-        found.append([(batch.tolist(), draws) for batch, draws in loader])
-    for (indices, draws), (expected, theirs) in zip(*found, strict=True):
+        epochs.append([(batch.tolist(), draws) for batch, draws in loader])
+    for (indices, draws), (expected, theirs) in zip(*epochs, strict=True):
         assert indices == expected
         assert rng != "worker" or torch.equal(draws, theirs)
 
 
-def test_an_init_function_that_does_not_seed_is_not() -> None:
-    """It is called with the number, once; batches are seeded by their own number."""
+def test_batches_are_seeded_after_a_plain_init_function() -> None:
+    """By their own number; the function is called once, with the worker's number."""
 
     def init(worker: int) -> None:
         info = get_worker_info()
@@ -172,14 +171,14 @@ def test_an_init_function_that_does_not_seed_is_not() -> None:
     loader: Any = DataLoader(
         Numbers(), num_workers=2, worker_init_fn=init, transform=look, collate_fn=first
     )
-    found = list(loader)
-    assert {n - worker for worker, n, _ in found} == {100}
-    assert len({seed for *_, seed in found}) == 12
+    samples = list(loader)
+    assert {n - worker for worker, n, _ in samples} == {100}
+    assert len({seed for *_, seed in samples}) == 12
 
 
 @pytest.mark.usefixtures("fork_is_default")
-def test_the_classic_way_to_shard() -> None:
-    """An init function sets what part of a stream its worker reads."""
+def test_an_init_function_can_shard_a_stream() -> None:
+    """By the worker's part of it."""
 
     class Part(IterableDataset[int]):
         start, end = 0, 10
@@ -193,14 +192,14 @@ def test_the_classic_way_to_shard() -> None:
         dataset: Any = info.dataset
         dataset.start, dataset.end = 5 * worker, 5 * worker + 5
 
-    found, expected = (
-        [one.tolist() for one in make(Part(), 3, num_workers=2, worker_init_fn=init)]
+    ours, theirs = (
+        [b.tolist() for b in make(Part(), 3, num_workers=2, worker_init_fn=init)]
         for make in (DataLoader, TorchLoader)
     )
-    assert found == expected
+    assert ours == theirs
 
 
-def test_info_is_public() -> None:
-    """A worker's code can be tested without a worker."""
+def test_worker_info_can_be_constructed() -> None:
+    """So a worker's code can be tested without a worker."""
     info = WorkerInfo(id=1, num_workers=2, seed=7, dataset=None)
     assert info.rng.torch.initial_seed() == 7

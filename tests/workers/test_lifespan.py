@@ -31,7 +31,7 @@ Loader: Any = DataLoader  # options are tables here
 
 
 class Logged(Log):
-    """Mixed into datasets: writes into a file what happens in which process."""
+    """Mixed into datasets: logs events with their processes in a file."""
 
     def __init__(self, path: Path, n: int = 16) -> None:
         super().__init__(n)
@@ -53,11 +53,11 @@ class LoggedAsyncMap(Logged, AsyncLog):
 
 
 class LoggedStream(Logged, SyncStreamLog):
-    """A replica for each worker."""
+    """Replicated in each worker."""
 
 
 class LoggedAsyncStream(Logged, AsyncStreamLog):
-    """Likewise, with ``fetch="workers"``."""
+    """Replicated with ``fetch="workers"``."""
 
 
 KINDS = [
@@ -71,21 +71,21 @@ KINDS = [
 
 
 def lives(path: Path) -> dict[int, list[str]]:
-    """Return what happened in each process; reads in a row count as one."""
+    """Return the events of each process; consecutive reads count as one."""
     events: dict[int, list[str]] = {}
     for line in path.read_text().splitlines():
         pid, event = line.split()
         events.setdefault(int(pid), []).append(event)
-    return {pid: [name for name, _ in groupby(found)] for pid, found in events.items()}
+    return {pid: [name for name, _ in groupby(all_)] for pid, all_ in events.items()}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("make", "lifespan", "options"), KINDS)
 @pytest.mark.parametrize("is_cut", [False, True])
-def test_once_in_each_worker(
+def test_each_worker_enters_the_lifespan_once(
     make: Any, lifespan: Any, options: dict[str, Any], is_cut: bool, tmp_path: Path
 ) -> None:
-    """Around all reads, with their generators; not in this process."""
+    """Around all reads and their generators; not in this process."""
     path = tmp_path / "log"
     loader = Loader(make(path), 2, num_workers=2, lifespan=lifespan, **options)
     iterator = iter(loader)
@@ -93,22 +93,22 @@ def test_once_in_each_worker(
     if not is_cut:
         list(iterator)
     iterator.close()
-    found = lives(path)
-    assert found  # a worker may never have begun
-    assert os.getpid() not in found
-    for events in found.values():
+    logs = lives(path)
+    assert logs  # a worker may never have begun
+    assert os.getpid() not in logs
+    for events in logs.values():
         assert events[0] == "enter"
         assert events[-1] == "leave", events
         assert {*events[1:-1]} <= {"read", "closed"}
-    assert any("read" in events for events in found.values())
+    assert any("read" in events for events in logs.values())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("make", "lifespan", "options"), KINDS)
-def test_persistent_workers(
+def test_persistent_workers_enter_the_lifespan_once(
     make: Any, lifespan: Any, options: dict[str, Any], tmp_path: Path
 ) -> None:
-    """They enter once, and leave when they end."""
+    """They leave it when they end."""
     path = tmp_path / "log"
     options = {**options, "num_workers": 1, "persistent_workers": True}
     loader = Loader(make(path), 2, lifespan=lifespan, **options)
@@ -122,8 +122,8 @@ def test_persistent_workers(
     assert events.count("enter") == events.count("leave") == 1
 
 
-def test_the_loader_reads(tmp_path: Path) -> None:
-    """Then it is entered here, and in no worker."""
+def test_the_loader_enters_the_lifespan_if_it_reads(tmp_path: Path) -> None:
+    """And no worker does."""
     path = tmp_path / "log"
     options = {"num_workers": 1, "fetch": "loader"}
     list(Loader(LoggedMap(path), 2, lifespan=plain, **options))
@@ -133,10 +133,10 @@ def test_the_loader_reads(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("make", "lifespan", "options"), KINDS)
 @pytest.mark.parametrize("is_kept", [False, True])
-def test_an_error_on_entering(
+def test_an_error_on_entering_a_lifespan_is_raised(
     make: Any, lifespan: Any, options: dict[str, Any], is_kept: bool, tmp_path: Path
 ) -> None:
-    """The iteration's error, of the user's type; no worker is started again."""
+    """With the user's type; no worker is started again."""
     path = tmp_path / "log"
 
     @contextlib.contextmanager
@@ -161,8 +161,10 @@ def test_an_error_on_entering(
 @pytest.mark.slow
 @pytest.mark.parametrize("is_kept", [False, True])
 @pytest.mark.parametrize("make", [LoggedMap, LoggedStream])
-def test_an_error_on_leaving(make: Any, is_kept: bool, tmp_path: Path) -> None:
-    """Raised where the worker is waited for: by the loop, or by ``close``."""
+def test_an_error_on_leaving_a_lifespan_is_raised(
+    make: Any, is_kept: bool, tmp_path: Path
+) -> None:
+    """Where the worker is awaited: by the loop, or by ``close``."""
 
     @contextlib.contextmanager
     def refuse(dataset: Any) -> Iterator[None]:
@@ -191,8 +193,7 @@ class Killed(LoggedMap):
         return super().__getitem__(index)
 
 
-def test_a_worker_that_replaces_another(tmp_path: Path) -> None:
-    """Enters anew."""
+def test_a_replacement_worker_enters_the_lifespan(tmp_path: Path) -> None:
     path = tmp_path / "log"
     with Loader(Killed(path), 2, num_workers=1, lifespan=plain) as loader:
         assert labels(list(loader)) == [[i, i + 1] for i in range(0, 16, 2)]
@@ -227,8 +228,8 @@ WRAPPERS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-async def test_our_own_need_nothing(wrapper: str, tmp_path: Path) -> None:
-    """Also inside of torch's wrappers, and beside a lifespan of the user's."""
+async def test_our_datasets_need_no_lifespan(wrapper: str, tmp_path: Path) -> None:
+    """They are entered inside torch's wrappers, too, and beside a user's lifespan."""
     (tmp_path / "a").write_bytes(b"a")
     (tmp_path / "b").write_bytes(b"b")
     events: list[Any] = []

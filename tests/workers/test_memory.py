@@ -1,4 +1,4 @@
-"""Batches lie in shared memory: not copied, not overwritten, not piled up."""
+"""Batches are in shared memory: not copied, not overwritten, bounded."""
 
 import gc
 import os
@@ -28,13 +28,13 @@ class Images(Numbers):
 
 
 def arenas() -> list[str]:
-    """Return the lines of this process's maps that workers share."""
+    """Return this process's mappings that are shared with workers."""
     text = Path("/proc/self/maps").read_text(encoding="utf-8")
     return re.findall(r"(?m)^.*memfd:aioloader-(?:arena|segment).*$", text)
 
 
 def is_in_arena(tensor: torch.Tensor) -> bool:
-    """Tell whether the memory of ``tensor`` is shared with a worker."""
+    """Return whether the memory of ``tensor`` is shared with a worker."""
     for line in arenas():
         start, end = (int(part, 16) for part in line.split()[0].split("-"))
         if start <= tensor.data_ptr() < end:
@@ -43,20 +43,20 @@ def is_in_arena(tensor: torch.Tensor) -> bool:
 
 
 def intact(batch: torch.Tensor, first: int) -> bool:
-    """Tell whether a batch holds what it should, everywhere."""
+    """Return whether a batch has its values everywhere."""
     expected = torch.arange(first, first + len(batch), dtype=torch.int32)
     return bool((batch == expected[:, None, None]).all())
 
 
 class Masked(Images):
-    """With an array that is too small to be collated in shared memory."""
+    """With an array that is too small to be collated in shared memory on its own."""
 
     def __getitem__(self, index: int) -> Any:
         return super().__getitem__(index), np.full(9_000, index, np.float32)
 
 
 @pytest.mark.slow
-def test_small_arrays_join_the_large_ones() -> None:
+def test_small_arrays_are_in_shared_memory_beside_large() -> None:
     """Once the memory is large enough for both."""
     for number, (large, small) in enumerate(DataLoader(Masked(), 2, num_workers=1)):
         for batch in large, small[:, None]:
@@ -68,10 +68,10 @@ def test_small_arrays_join_the_large_ones() -> None:
 @pytest.mark.parametrize(
     ("num_workers", "fetch"), [(1, "auto"), (2, "auto"), (2, "loader")]
 )
-def test_memory_is_used_again(num_workers: int, fetch: Any) -> None:
-    """A loop that drops its batches sees the same few addresses, whoever reads.
+def test_memory_of_dropped_batches_is_reused(num_workers: int, fetch: Any) -> None:
+    """A loop that drops its batches sees the same few addresses.
 
-    It may write to them: the next batches are what they should be.
+    It may write to them: the next batches are correct.
     """
     addresses = set()
     loader: Any = DataLoader(Images(80), 2, num_workers=num_workers, fetch=fetch)
@@ -85,8 +85,8 @@ def test_memory_is_used_again(num_workers: int, fetch: Any) -> None:
     assert len(addresses) <= num_workers * at_once
 
 
-def test_kept_batches_stay_what_they_are() -> None:
-    """``list(loader)``: most are copies, so that shared memory does not grow."""
+def test_kept_batches_are_not_overwritten() -> None:
+    """Most of ``list(loader)`` are copies, so that shared memory does not grow."""
     loader: Any = DataLoader(Images(120), batch_size=2, num_workers=2)
     kept = list(loader)
     assert all(intact(batch, 2 * number) for number, batch in enumerate(kept))
@@ -97,8 +97,8 @@ def test_kept_batches_stay_what_they_are() -> None:
     assert all(intact(batch, 2 * number) for number, batch in enumerate(kept))
 
 
-def test_whatever_is_derived_holds_the_memory() -> None:
-    """Views, numpy aliases and rows of dropped batches are not overwritten."""
+def test_views_of_a_dropped_batch_are_not_overwritten() -> None:
+    """Tensors, numpy aliases and rows."""
     held: list[tuple[int, Any]] = []
     for number, batch in enumerate(DataLoader(Images(60), 2, num_workers=2)):
         if number % 10 == 0:
@@ -110,7 +110,7 @@ def test_whatever_is_derived_holds_the_memory() -> None:
 
 @pytest.mark.linux  # else the first one comes by pipe, or not
 def test_a_batch_outlives_its_loader() -> None:
-    """The memory is valid as long as someone holds it; then it is gone."""
+    """Its memory is freed with the last reference."""
     batch = next(iter(DataLoader(Images(), 2, num_workers=1)))
     gc.collect()
     assert intact(batch, 0)
@@ -131,7 +131,7 @@ def small_or_big(samples: list[Any]) -> Any:
 
 @pytest.mark.linux  # else the first ones come by pipe
 def test_custom_collate_functions_cost_one_copy() -> None:
-    """Into the slot; the batch is as it was made."""
+    """Into the slot."""
     for number, batch in enumerate(
         DataLoader(Images(40), 2, num_workers=2, collate_fn=small_or_big)
     ):
@@ -142,7 +142,7 @@ def test_custom_collate_functions_cost_one_copy() -> None:
 
 
 def test_a_worker_may_keep_its_batches() -> None:
-    """A cache in the worker is not overwritten by what it makes later."""
+    """A cache in the worker is not overwritten by later batches."""
     cache: list[torch.Tensor] = []
 
     def collate(samples: list[Any]) -> Any:
@@ -161,8 +161,8 @@ def test_a_worker_may_keep_its_batches() -> None:
     assert len(set(firsts)) == 1
 
 
-def test_a_worker_may_keep_what_lies_in_the_slot() -> None:
-    """The same for our own collate function, which writes in place."""
+def test_a_worker_may_keep_batches_in_slots() -> None:
+    """``default_collate`` writes them in place."""
     from aioloader import default_collate  # noqa: PLC0415
 
     cache: list[torch.Tensor] = []
@@ -177,8 +177,7 @@ def test_a_worker_may_keep_what_lies_in_the_slot() -> None:
         assert intact(batch, 2 * number)
 
 
-def test_nothing_has_a_name() -> None:
-    """There is no entry of ours in /dev/shm, at any time."""
+def test_shared_memory_has_no_name_in_dev_shm() -> None:
     mine = f"_{os.getpid()}_"
     for _batch in DataLoader(Images(20), 2, num_workers=2):
         names = {path.name for path in Path("/dev/shm").iterdir()}
@@ -186,7 +185,7 @@ def test_nothing_has_a_name() -> None:
 
 
 def test_batches_may_be_dropped_in_other_threads() -> None:
-    """A finalizer runs wherever the last reference goes."""
+    """The finalizer runs in the thread of the last reference."""
     iterator = iter(DataLoader(Images(60), 2, num_workers=2))
     for number in range(30):
         box = [next(iterator)]

@@ -28,21 +28,21 @@ class Rows:
 
 
 def below(pid: int) -> list[int]:
-    """Return a process and all below it."""
+    """Return a process and its descendants."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             children.setdefault(parent_of(int(entry.name)), []).append(int(entry.name))
         except OSError:
             continue
-    found = [pid]
-    for one in found:  # it grows
-        found += children.get(one, [])
-    return found
+    tree = [pid]
+    for parent in tree:  # it grows
+        tree += children.get(parent, [])
+    return tree
 
 
 def pss_gb() -> float:
-    """Return the memory of this process and those below it; shared pages count once."""
+    """Return the memory of this process and its descendants, without duplicates."""
     total = 0
     for pid in below(os.getpid()):
         try:
@@ -57,7 +57,7 @@ def pss_gb() -> float:
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
 @pytest.mark.parametrize(("way", "limit"), [(None, 1.3), ("forkserver", 2.1)])
 def test_four_workers_share_an_array(way: Any, limit: float) -> None:
-    """Above what this process took before; the last batch is there, workers live."""
+    """Memory beyond that before, after the last batch, with all workers alive."""
     before = pss_gb()
     dataset = Rows()
     loader = DataLoader(

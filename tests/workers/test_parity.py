@@ -1,4 +1,4 @@
-"""Worker processes give what torch gives: same batches, order, draws and bounds."""
+"""Worker processes deliver what torch's do: batches, order, draws and bounds."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -32,15 +32,15 @@ MANY_WORKERS = "ignore:This DataLoader will create:UserWarning"
 @pytest.mark.parametrize("num_workers", [1, 2])
 @pytest.mark.parametrize("name", MAPS)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_map_style(
+def test_map_datasets_are_read_as_by_torch(
     workers: Any, num_workers: int, name: str, options: dict[str, Any]
 ) -> None:
-    """Same batches and same later draws as torch over the same samples, twice."""
+    """The same batches and later draws, twice."""
     expected = expected_of(options)
     chosen: Any = {"num_workers": num_workers, "workers": workers, **seeded(options)}
     ours: Any = DataLoader(MAPS[name](), **chosen)
-    found = [labels(list(ours)) for _ in range(2)]
-    assert (found, torch.rand(1)) == expected
+    epochs = [labels(list(ours)) for _ in range(2)]
+    assert (epochs, torch.rand(1)) == expected
 
 
 STREAMS: dict[str, Callable[[], IterableDataset[Any]]] = {
@@ -68,8 +68,8 @@ STREAMS: dict[str, Callable[[], IterableDataset[Any]]] = {
     ],
     ids=str,
 )
-def test_streams(name: str, options: dict[str, Any]) -> None:
-    """Each worker reads its own; the order is torch's, also when some end early."""
+def test_streams_are_read_as_by_torch(name: str, options: dict[str, Any]) -> None:
+    """Each worker reads its own; some end early."""
     theirs, ours = [
         [index.tolist() if torch.is_tensor(index) else index for _, index in loader]
         for loader in (
@@ -86,11 +86,11 @@ def test_streams(name: str, options: dict[str, Any]) -> None:
     ("make", "fetch"),
     [
         (AsyncStream, "auto"),
-        *((one, "loader") for one in (AsyncStream, SyncMap, SyncStream)),
+        *((kind, "loader") for kind in (AsyncStream, SyncMap, SyncStream)),
     ],
 )
-async def test_the_loader_may_read(num_workers: int, make: Any, fetch: Any) -> None:
-    """An async stream, or what it is told to: there is one, and workers collate."""
+async def test_the_loader_can_read_too(num_workers: int, make: Any, fetch: Any) -> None:
+    """And async streams always: there is one of them, and workers collate."""
     loader: Any = DataLoader(make(13), 4, num_workers=num_workers, fetch=fetch)
     expected = labels(list(TorchLoader(SyncMap(13), 4)))
     assert labels(await collect(loader)) == expected
@@ -99,13 +99,13 @@ async def test_the_loader_may_read(num_workers: int, make: Any, fetch: Any) -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize("drop_last", [False, True])
-async def test_async_streams_in_workers(drop_last: bool) -> None:
-    """Replicated like plain ones when that is asked for."""
+async def test_async_streams_are_replicated_on_request(drop_last: bool) -> None:
+    """With ``fetch="workers"``, like plain ones."""
     options: Any = {"batch_size": 4, "drop_last": drop_last, "num_workers": 2}
     theirs = TorchLoader(Sharded(23), **options)
     expected = await beside(lambda: [index.tolist() for _, index in theirs])
-    found = await collect(DataLoader(AsyncSharded(23), fetch="workers", **options))
-    assert labels(found) == expected
+    batches = await collect(DataLoader(AsyncSharded(23), fetch="workers", **options))
+    assert labels(batches) == expected
     twice = await collect(DataLoader(AsyncStream(4), fetch="workers", **options))
     assert labels(twice) == [[0, 1, 2, 3], [0, 1, 2, 3]]
 
@@ -122,10 +122,10 @@ async def test_async_streams_in_workers(drop_last: bool) -> None:
 )
 @pytest.mark.parametrize("make", [Numbers, AsyncNumbers])
 @pytest.mark.parametrize("colours", ["ss", "sa", "as", "aa"])
-def test_functions_of_any_colour(
+def test_functions_may_be_plain_or_async(
     workers: Any, fetch: Any, make: Any, colours: str
 ) -> None:
-    """A transform and a collate function, sync or async, wherever samples are read."""
+    """Wherever samples are read."""
     loader: Any = DataLoader(
         make(10),
         batch_size=4,
@@ -140,15 +140,14 @@ def test_functions_of_any_colour(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [SyncMap, AsyncMap, SyncStream, AsyncStream])
-async def test_unordered(make: Any) -> None:
-    """The same batches, as they complete."""
+async def test_batches_out_of_order_are_complete(make: Any) -> None:
     loader: Any = DataLoader(
         make(40), batch_size=3, num_workers=2, in_order=False, fetch="auto"
     )
-    found = labels(await collect(loader))
+    batches = labels(await collect(loader))
     copies = 2 if make is SyncStream else 1
     expected = labels(list(TorchLoader(SyncMap(40), 3))) * copies
-    assert sorted(found) == sorted(expected)
+    assert sorted(batches) == sorted(expected)
 
 
 def be_meta(_: int) -> None:
@@ -156,7 +155,7 @@ def be_meta(_: int) -> None:
 
 
 def test_workers_collate_on_the_cpu() -> None:
-    """A forked one inherits a default device, which may be one that it cannot use."""
+    """A forked worker inherits a default device that it may be unable to use."""
     loader: Any = DataLoader(
         [(1, 0.5), (2, 1.5)], 2, num_workers=1, worker_init_fn=be_meta
     )
@@ -164,7 +163,7 @@ def test_workers_collate_on_the_cpu() -> None:
 
 
 class Counting:
-    """A sampler that counts what was drawn from it."""
+    """A sampler that counts its draws."""
 
     def __init__(self, n: int) -> None:
         self.n = n
@@ -179,10 +178,10 @@ class Counting:
 @pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [1, 2])
 @pytest.mark.parametrize("factor", [None, 1, 3])
-def test_no_more_is_requested_than_torch_would(
+def test_the_sampler_is_drawn_from_as_by_torch(
     num_workers: int, factor: int | None
 ) -> None:
-    """The sampler is drawn from batch by batch, exactly so far ahead."""
+    """Batch by batch, exactly as far ahead."""
     drawn = []
     for make in (TorchLoader, DataLoader):
         sampler = Counting(40)
@@ -202,8 +201,8 @@ def test_no_more_is_requested_than_torch_would(
 @pytest.mark.slow
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize("own", [False, True])
-def test_draws_of_an_epoch_are_torchs(persistent: bool, own: bool) -> None:
-    """Workers that persist keep their seed: a second epoch draws none, in both."""
+def test_epochs_draw_from_the_generators_as_torchs(persistent: bool, own: bool) -> None:
+    """Persistent workers keep their seed: a second epoch draws none, in both."""
     after = []
     for make in (TorchLoader, DataLoader):
         generator = torch.Generator().manual_seed(5)
@@ -211,8 +210,8 @@ def test_draws_of_an_epoch_are_torchs(persistent: bool, own: bool) -> None:
         options: Any = {"num_workers": 1, "persistent_workers": persistent}
         options["generator"] = generator if own else None
         loader: Any = make(Numbers(), 4, shuffle=True, **options)
-        found = [[batch.tolist() for batch in loader] for _ in range(3)]
-        after.append((found, torch.rand(1), torch.rand(1, generator=generator)))
+        epochs = [[batch.tolist() for batch in loader] for _ in range(3)]
+        after.append((epochs, torch.rand(1), torch.rand(1, generator=generator)))
         if make is DataLoader:
             loader.close()
         del loader

@@ -1,4 +1,4 @@
-"""Random draws depend on the batch: not on who makes it, nor on how many there are."""
+"""Random draws depend on the batch, not on the worker or the number of workers."""
 
 import random
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +11,6 @@ import torch
 from torch.utils.data import DataLoader as TorchLoader
 
 from aioloader import DataLoader
-from aioloader._workers.rng import states
 from samples import collect
 from working import AsyncDrawing, AsyncNumbers, Drawing, Numbers, Stream, draw, draw_own
 
@@ -28,7 +27,7 @@ WAYS: list[dict[str, Any]] = [
 
 
 def epochs(loader: Any, count: int = 2) -> list[list[list[float]]]:
-    """Return all numbers of some epochs."""
+    """Return all numbers of ``count`` epochs."""
     with loader:
         return [[flat(batch) for batch in loader] for _ in range(count)]
 
@@ -40,8 +39,13 @@ def flat(batch: Any) -> list[float]:
     return [number for part in batch for number in flat(part)]
 
 
+def states() -> str:
+    """Return the states of the global generators."""
+    return f"{torch.get_rng_state().tolist()}{random.getstate()}{np.random.get_state()}"
+
+
 def make(dataset: Any, **options: Any) -> Any:
-    """Return a loader that draws its base seed from a generator of its own."""
+    """Return a loader that draws its base seed from a separate generator."""
     generator = torch.Generator().manual_seed(3)
     return DataLoader(dataset, batch_size=5, generator=generator, **options)
 
@@ -50,7 +54,7 @@ def make(dataset: Any, **options: Any) -> Any:
 @pytest.mark.filterwarnings(MANY_WORKERS)
 @pytest.mark.parametrize("options", WAYS, ids=str)
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_the_same_numbers_everywhere(options: dict[str, Any], shuffle: bool) -> None:
+def test_any_workers_draw_the_same(options: dict[str, Any], shuffle: bool) -> None:
     """torch, random and numpy, drawn by dataset, transform and collate function."""
 
     def collate(samples: list[Any]) -> Any:
@@ -61,18 +65,17 @@ def test_the_same_numbers_everywhere(options: dict[str, Any], shuffle: bool) -> 
 
     options = {**options, "transform": augment, "collate_fn": collate}
     before = states()
-    found = epochs(make(Drawing(), shuffle=shuffle, **options), 1)
+    ours = epochs(make(Drawing(), shuffle=shuffle, **options), 1)
     assert states() == before
     options = {"transform": augment, "collate_fn": collate, "shuffle": shuffle}
     expected = epochs(make(Drawing(), num_workers=0, rng="batch", **options), 1)
-    assert found == expected
-    numbers = [number for batch in found[0] for number in batch]
+    assert ours == expected
+    numbers = [number for batch in ours[0] for number in batch]
     assert len(set(numbers)) > 100
 
 
 @pytest.mark.slow
-def test_epochs_differ_and_runs_do_not() -> None:
-    """Another epoch has other numbers; another run has the same ones."""
+def test_epochs_draw_differently_and_runs_alike() -> None:
     first, second = epochs(make(Drawing(), num_workers=2))
     assert first != second
     assert epochs(make(Drawing(), num_workers=1)) == [first, second]
@@ -84,21 +87,21 @@ def test_epochs_differ_and_runs_do_not() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("in_order", [False, True])
-async def test_tasks_get_the_same(in_order: bool) -> None:
-    """By ``async for``, from plain and from async datasets, ordered or not."""
-    found = []
+async def test_async_for_draws_the_same(in_order: bool) -> None:
+    """From plain and from async datasets, ordered or not."""
+    runs = []
     for dataset in (Numbers(), AsyncNumbers(12)):
         for options in ({"num_workers": 0, "rng": "batch"}, {"num_workers": 2}):
             loader = make(dataset, transform=draw, in_order=in_order, **options)
             batches = [flat(batch) for batch in await collect(loader)]
-            found.append(batches if in_order else sorted(batches))
-    assert all(one == found[0] for one in found)
+            runs.append(batches if in_order else sorted(batches))
+    assert all(run == runs[0] for run in runs)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fetch", ["auto", "loader"])
-def test_it_does_not_matter_who_reads(fetch: Any) -> None:
-    """As long as reading draws nothing."""
+def test_draws_do_not_depend_on_where_samples_are_read(fetch: Any) -> None:
+    """If reading draws nothing."""
     loaders = [
         make(Numbers(), num_workers=2, fetch=f, transform=draw)
         for f in (fetch, "workers")
@@ -106,22 +109,22 @@ def test_it_does_not_matter_who_reads(fetch: Any) -> None:
     assert epochs(loaders[0]) == epochs(loaders[1])
 
 
-def test_the_users_generators_go_on() -> None:
-    """With num_workers=0 and rng="batch", code between batches draws undisturbed."""
+def test_draws_between_batches_are_undisturbed() -> None:
+    """With num_workers=0 and rng="batch"."""
     expected: list[float] = []
-    found: list[float] = []
+    ours: list[float] = []
     for options in ({}, {"num_workers": 0, "rng": "batch", "prefetch_factor": 2}):
         torch.manual_seed(1)
-        numbers = expected if not options else found
+        numbers = expected if not options else ours
         dataset: Any = Drawing() if options else Numbers()
         numbers.extend(torch.rand(1).item() for _ in make(dataset, **options))
-    assert found == expected
+    assert ours == expected
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [1, 3])
-def test_threads_draw_the_same_from_their_own(num_workers: int) -> None:
-    """``get_worker_info().rng`` in threads is what it is in processes."""
+def test_threads_draw_the_same_from_worker_info(num_workers: int) -> None:
+    """Their ``get_worker_info().rng`` is that of processes."""
     expected = epochs(make(Numbers(), num_workers=1, transform=draw_own))
     before = states()
     with ThreadPoolExecutor(num_workers) as executor:
@@ -134,13 +137,13 @@ def test_threads_draw_the_same_from_their_own(num_workers: int) -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings(MANY_WORKERS)
 @pytest.mark.parametrize("rng", ["batch", "sample"])
-def test_coroutines_draw_by_sample_from_their_own(rng: Any) -> None:
-    """However many are under way: ``get_worker_info().rng`` is that of the sample."""
+def test_coroutines_draw_by_sample_from_worker_info(rng: Any) -> None:
+    """``get_worker_info().rng`` is the sample's, however many run at once."""
 
     async def augment(sample: Any) -> Any:
         return *sample, draw_own()
 
-    found = [
+    runs = [
         epochs(make(AsyncDrawing(12), transform=augment, rng=rng, **options))
         for options in (
             {"num_workers": 1, "concurrency": 1},
@@ -148,8 +151,8 @@ def test_coroutines_draw_by_sample_from_their_own(rng: Any) -> None:
             {"num_workers": 3, "concurrency": 4},
         )
     ]
-    assert found[0] == found[1] == found[2]
-    numbers = [number for batch in found[0][0] for number in batch[5:]]
+    assert runs[0] == runs[1] == runs[2]
+    numbers = [number for batch in runs[0][0] for number in batch[5:]]
     assert len(set(numbers)) == len(numbers)
 
 
@@ -164,11 +167,11 @@ def test_coroutines_draw_by_sample_from_their_own(rng: Any) -> None:
         (Stream, 2, False),
     ],
 )
-def test_by_worker_as_torch(
+def test_draws_by_worker_are_those_of_torch(
     make_dataset: Any, num_workers: int, persists: bool
 ) -> None:
-    """With rng="worker" the numbers are torch's own, bit by bit, epoch by epoch."""
-    found = []
+    """With rng="worker", bit by bit, epoch by epoch."""
+    runs = []
     for make_loader in (TorchLoader, partial(DataLoader, rng="worker")):
         torch.manual_seed(2)
         loader: Any = make_loader(
@@ -177,16 +180,16 @@ def test_by_worker_as_torch(
             num_workers=num_workers,
             persistent_workers=persists,
         )
-        found.append([[flat(batch) for batch in loader] for _ in range(2)])
+        runs.append([[flat(batch) for batch in loader] for _ in range(2)])
         loader._iterator = None  # ends the workers
-    assert found[0] == found[1]
+    assert runs[0] == runs[1]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [0, 1, 2])
-def test_by_sample_not_by_batch(num_workers: int) -> None:
-    """With rng="sample" the batch size does not matter either."""
-    found = []
+def test_draws_by_sample_do_not_depend_on_batches(num_workers: int) -> None:
+    """With rng="sample"."""
+    runs = []
     for size in (1, 5, 12):
         generator = torch.Generator().manual_seed(3)
         loader: Any = DataLoader(
@@ -197,13 +200,13 @@ def test_by_sample_not_by_batch(num_workers: int) -> None:
             rng="sample",
             transform=draw,
         )
-        found.append(torch.cat(list(loader)).tolist())
-    assert found[0] == found[1] == found[2]
-    assert len({tuple(row) for row in found[0]}) == 12
+        runs.append(torch.cat(list(loader)).tolist())
+    assert runs[0] == runs[1] == runs[2]
+    assert len({tuple(row) for row in runs[0]}) == 12
 
 
 class Jitter:
-    """An augmentation that holds its own generator."""
+    """An augmentation that has its own generator."""
 
     def __init__(self, generator: Any) -> None:
         self.steps = [generator]
@@ -237,11 +240,11 @@ class Jittered:
     [{}, {"persistent_workers": True}, {"multiprocessing_context": "forkserver"}],
     ids=str,
 )
-def test_generators_that_a_dataset_holds(generator: Any, options: Any) -> None:
+def test_generators_of_a_dataset_draw_as_in_torch(generator: Any, options: Any) -> None:
     """With rng="worker" each worker makes the batches that it makes in torch."""
     torchs_options = {**options, "multiprocessing_context": "fork"}
     dataset: Any = Jittered(Jitter(generator))
     with DataLoader(dataset, 4, num_workers=2, rng="worker", **options) as loader:
-        found = [[batch.tolist() for batch in loader] for _ in range(2)]
+        epochs = [[batch.tolist() for batch in loader] for _ in range(2)]
     torchs = TorchLoader(dataset, 4, num_workers=2, **torchs_options)
-    assert found == [[batch.tolist() for batch in torchs] for _ in range(2)]
+    assert epochs == [[batch.tolist() for batch in torchs] for _ in range(2)]

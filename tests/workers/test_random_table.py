@@ -1,4 +1,4 @@
-"""The guide's table of where random draws are bit for bit: each cell is a test."""
+"""The guide's table of where random draws are equal to the bit: each cell is a test."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -47,7 +47,7 @@ KINDS: dict[str, tuple[Callable[[int], Any], dict[str, Any]]] = {
     "coroutines in workers*": (AsyncOwn, {"num_workers": 2}),
     "coroutines without workers": (AsyncDrawing, {"num_workers": 0}),
 }
-# What else a run is compared with, by the column's head.
+# Options of the run to compare with, by the column's head.
 OTHERS: dict[str, dict[str, Any]] = {
     "same run again": {},
     "another number of workers": {"num_workers": 1},
@@ -60,7 +60,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 def cells() -> Iterator[Any]:
     """Yield kind of workers, ``rng``, column and content of all cells."""
     lines = GUIDE.read_text().splitlines()
-    start = next(at for at, line in enumerate(lines) if line.startswith("| workers |"))
+    start = next(i for i, line in enumerate(lines) if line.startswith("| workers |"))
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[start:]]
     rows = rows[: rows.index([])]
     heads = rows[0][2:]
@@ -74,8 +74,8 @@ def cells() -> Iterator[Any]:
 def drawn(
     make: Any, *, world_size: int = 1, resumed: bool = False, **options: Any
 ) -> dict[int, list[float]]:
-    """Return what a run, as a new process makes it, draws for each sample."""
-    found: dict[int, list[float]] = {}
+    """Return the draws of each sample in a run, as in a new process."""
+    draws_of: dict[int, list[float]] = {}
     for rank in range(world_size):
         seed()
         ranks = {"rank": rank, "world_size": world_size}
@@ -86,8 +86,8 @@ def drawn(
             made.load_state_dict(state)
             for indices, draws in made:
                 pairs = zip(indices.tolist(), draws.tolist(), strict=True)
-                found.update(pairs)
-    return found
+                draws_of.update(pairs)
+    return draws_of
 
 
 def seed() -> None:
@@ -101,8 +101,8 @@ def seed() -> None:
 @pytest.mark.filterwarnings(MANY_WORKERS)
 @pytest.mark.filterwarnings("ignore:rng=:UserWarning")
 @pytest.mark.parametrize(("kind", "rng", "head", "content"), [*cells()])
-def test_a_cell(kind: str, rng: str, head: str, content: str) -> None:
-    """What it says of a run and another one is so, for each sample of both."""
+def test_each_cell_is_true(kind: str, rng: str, head: str, content: str) -> None:
+    """It compares a run with another one, for each sample of both."""
     make, options = KINDS[kind]
     options = {**options, "rng": None if rng == "default" else rng.strip('`"')}
     if content == "refused":
@@ -112,10 +112,10 @@ def test_a_cell(kind: str, rng: str, head: str, content: str) -> None:
     if not content:
         assert kind == "none" or "num_workers=0" in head
         return
-    other = {**options, **OTHERS[head]}
+    compared = {**options, **OTHERS[head]}
     if kind == "none" and "num_workers=0" in head:
-        other["num_workers"] = 2
-    first, second = drawn(make, **options), drawn(make, **other)
+        compared["num_workers"] = 2
+    first, second = drawn(make, **options), drawn(make, **compared)
     assert {"yes": True, "no": False}[content] == all(
         first[index] == draws for index, draws in second.items()
     )

@@ -1,4 +1,4 @@
-"""What ``RayWorkers`` is told and refuses, and clusters that a loader starts."""
+"""Arguments of ``RayWorkers``, and clusters that a loader starts."""
 
 import os
 from pathlib import Path
@@ -23,8 +23,8 @@ def make(dataset: Any, actors: int = 1, **options: Any) -> Any:
     return DataLoader(dataset, workers=RayWorkers(actors), **options)
 
 
-def test_the_number_of_workers_is_said_once() -> None:
-    """By either, or alike."""
+def test_the_number_of_actors_is_given_once() -> None:
+    """Or twice the same."""
     assert make(Numbers(), actors=3).num_workers == 3
     assert make(Numbers(), actors=3, num_workers=3).num_workers == 3
     with pytest.raises(ValueError, match="leave num_workers out"):
@@ -35,8 +35,7 @@ def test_the_number_of_workers_is_said_once() -> None:
         RayWorkers(1, resources={"CPU": -1})
 
 
-def test_wrong_combinations() -> None:
-    """Said by the constructor."""
+def test_arguments_that_actors_cannot_have_raise() -> None:
     with pytest.raises(ValueError, match="the loader reads an iterable once"):
         make(AsyncStream(), fetch="workers")
     with pytest.raises(ValueError, match="only be used with workers='process'"):
@@ -45,7 +44,7 @@ def test_wrong_combinations() -> None:
         RayWorkers(1, address="ray://localhost:10001")
 
 
-def test_what_each_actor_needs() -> None:
+def test_resources_become_options_of_the_actors() -> None:
     """By the names of ``ray.cluster_resources()``."""
     workers = RayWorkers(2, resources={"CPU": 2, "memory": 1 << 20, "loader": 0.5})
     options = workers.options()
@@ -60,8 +59,8 @@ def ran(*command: str) -> Any:
 
 
 @pytest.mark.slow
-def test_ray_is_asked_for_by_its_extra() -> None:
-    """Importing the package does not need it."""
+def test_a_missing_ray_is_named_with_its_extra() -> None:
+    """Importing the package does not need Ray."""
     script = (
         "import sys; sys.modules['ray'] = None\n"
         "import aioloader\n"
@@ -73,8 +72,8 @@ def test_ray_is_asked_for_by_its_extra() -> None:
 
 
 @pytest.mark.slow
-def test_nobody_is_at_the_address() -> None:
-    """Said at once, where Ray tries for minutes."""
+def test_an_address_without_a_cluster_is_an_error() -> None:
+    """At once, where Ray tries for minutes."""
     script = (
         "import os, aioloader\n"
         "def attempt(address):\n"
@@ -92,8 +91,8 @@ def test_nobody_is_at_the_address() -> None:
 
 @pytest.mark.slow
 @pytest.mark.fuzz
-def test_the_example() -> None:
-    """Without a main guard; its cluster ends with it."""
+def test_the_example_runs_without_a_main_guard() -> None:
+    """Its cluster ends with it."""
     done = ran(str(EXAMPLES / "ray_workers.py"))
     lines = done.stdout.splitlines()
     assert lines[-1] == "the same images: True", done.stderr
@@ -106,15 +105,15 @@ import gc, threading
 import ray
 from aioloader import DataLoader, RayWorkers
 
-one = DataLoader(range(9), workers=RayWorkers(1, resources={"loader": 1}))
-two = DataLoader(range(9), workers=RayWorkers(1), persistent_workers=True)
+first = DataLoader(range(9), workers=RayWorkers(1, resources={"loader": 1}))
+second = DataLoader(range(9), workers=RayWorkers(1), persistent_workers=True)
 assert not ray.is_initialized()
-assert len(list(one)) == len(list(two)) == 9
-del one
+assert len(list(first)) == len(list(second)) == 9
+del first
 gc.collect()
-assert ray.is_initialized() and len(list(two)) == 9
-del two
-while ours := [one for one in threading.enumerate() if "aioloader" in one.name]:
+assert ray.is_initialized() and len(list(second)) == 9
+del second
+while ours := [t for t in threading.enumerate() if "aioloader" in t.name]:
     gc.collect()
     ours[0].join(1)
 assert not ray.is_initialized()
@@ -126,7 +125,7 @@ print(next(left))
 
 @pytest.mark.slow
 @pytest.mark.fuzz
-def test_a_cluster_of_ours_ends_with_its_last_user() -> None:
-    """Another one is started when needed; an exit in the middle is a quiet one."""
+def test_a_started_cluster_ends_with_its_last_loader() -> None:
+    """A later loader starts another; exiting during an iteration is silent."""
     done = ran("-c", SCRIPT)
     assert (done.returncode, done.stdout, done.stderr) == (0, "tensor([0])\n", "")

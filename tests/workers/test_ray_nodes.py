@@ -1,4 +1,4 @@
-"""Two nodes, one of which is killed: every sample once, in order."""
+"""Two nodes, one of which is killed: every sample arrives once, in order."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -12,7 +12,7 @@ from workers.ray_cluster import ENVIRONMENT, begun, nothing_is_left
 __all__ = ["nothing_is_left"]
 
 pytestmark = pytest.mark.slow
-# A dead node is missed after a second, not after a quarter of a minute.
+# A dead node is noticed after a second, not after a quarter of a minute.
 HEALTH = {
     "health_check_initial_delay_ms": 0,
     "health_check_period_ms": 250,
@@ -53,7 +53,7 @@ def cluster(nodes: Any) -> Any:
 
 
 class Rows:
-    """Rows of some size, and the node that made them."""
+    """Rows of ``nbytes`` bytes, and the node that made them."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
@@ -69,8 +69,8 @@ class Rows:
 
 
 @pytest.mark.fuzz
-def test_a_node_is_killed_in_the_middle(nodes: Any) -> None:
-    """While results are on their way from it: the other one makes them again."""
+def test_batches_of_a_killed_node_are_made_again(nodes: Any) -> None:
+    """While its results are in flight; the other node makes them."""
     workers = RayWorkers(4, resources={"loader": 1})
     loader: Any = DataLoader(
         Rows(100_000), 4, workers=workers, persistent_workers=True, prefetch_factor=4
@@ -78,14 +78,14 @@ def test_a_node_is_killed_in_the_middle(nodes: Any) -> None:
     with loader:
         while begun(loader) < 4:
             list(loader)
-        found = []
+        batches = []
         for number, (rows, labels, where) in enumerate(loader):
             assert (rows == labels[:, None]).all()
-            found.append((labels.tolist(), set(where)))
+            batches.append((labels.tolist(), set(where)))
             if number == 9:
                 nodes.remove_node(nodes.list_all_nodes()[-1], allow_graceful=False)
-        assert [index for labels, _ in found for index in labels] == list(range(240))
-        before, after = found[:10], found[-10:]
+        assert [index for labels, _ in batches for index in labels] == list(range(240))
+        before, after = batches[:10], batches[-10:]
         assert len(set.union(*(nodes for _, nodes in before))) == 2
         assert len(set.union(*(nodes for _, nodes in after))) == 1
         assert len(list(loader)) == 60

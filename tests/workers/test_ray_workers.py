@@ -1,4 +1,4 @@
-"""Workers on a Ray cluster: the same batches as anywhere, and what goes wrong."""
+"""Workers on a Ray cluster: the same batches as any workers, and their failures."""
 
 import asyncio
 import os
@@ -38,26 +38,26 @@ BATCH: dict[str, Any] = {"num_workers": 0, "rng": "batch"}
 
 
 def make(dataset: Any, size: int = 4, actors: int = 1, **options: Any) -> Any:
-    """Return a loader with actors; its base seed is of a generator of its own."""
+    """Return a loader with actors; a separate generator draws its base seed."""
     generator = torch.Generator().manual_seed(3)
     options = {"workers": RayWorkers(actors), "generator": generator, **options}
     return DataLoader(dataset, size, **options)
 
 
-def same(found: Any, expected: Any) -> bool:
-    """Tell whether batches are alike, to the bit."""
-    if isinstance(found, torch.Tensor):
-        return torch.equal(found, expected)
-    if not isinstance(found, (list, tuple)):
-        return bool(found == expected)
-    return len(found) == len(expected) and all(map(same, found, expected))
+def same(value: Any, expected: Any) -> bool:
+    """Return whether batches are equal to the bit."""
+    if isinstance(value, torch.Tensor):
+        return torch.equal(value, expected)
+    if not isinstance(value, (list, tuple)):
+        return bool(value == expected)
+    return len(value) == len(expected) and all(map(same, value, expected))
 
 
-# -- the same as anywhere -----------------------------------------------------------
+# -- the same as other workers ------------------------------------------------------
 
 
 class Asking(Drawing):
-    """Draws; and tells what a worker knows of itself."""
+    """Draws, and checks the worker's info."""
 
     def __getitem__(self, index: int) -> Any:
         ours: Any = get_worker_info()
@@ -71,39 +71,39 @@ class Asking(Drawing):
         return super().__getitem__(index)
 
 
-def test_batches_are_those_of_any_workers() -> None:
-    """Order and augmentations, epoch by epoch, by lambdas and local functions."""
+def test_batches_of_actors_are_those_of_processes() -> None:
+    """Order and augmentations, epoch by epoch, with lambdas and local functions."""
     options: dict[str, Any] = {
         "shuffle": True,
         "transform": lambda sample: (*sample, draw()),
         "collate_fn": lambda samples: [*samples, draw()],
     }
-    found: list[Any] = []
+    runs: list[Any] = []
     for workers in ({"num_workers": 2, "workers": "process"}, {}):
         options["persistent_workers"] = True
         with make(Asking(30), actors=2, **{**options, **workers}) as loader:
-            found.append([list(loader) for _ in range(2)])
-    assert same(found[1], found[0])
+            runs.append([list(loader) for _ in range(2)])
+    assert same(runs[1], runs[0])
     options["persistent_workers"] = False
     alone = make(Drawing(30), workers="process", **options, **BATCH)
-    assert same(found[1][0], list(alone))
+    assert same(runs[1][0], list(alone))
 
 
-async def test_coroutines_in_actors() -> None:
-    """Many samples at once on a loop there, each with its own generators."""
+async def test_actors_run_coroutines_of_many_samples() -> None:
+    """On a loop, each with its own generators."""
 
     async def augment(sample: Any) -> Any:
         return *sample, draw_own()
 
     options: dict[str, Any] = {"transform": augment, "rng": "sample"}
-    found = await collect(make(AsyncDrawing(24), in_order=False, **options))
+    batches = await collect(make(AsyncDrawing(24), in_order=False, **options))
     options.update(workers="process", num_workers=2)
     expected = await collect(make(AsyncDrawing(24), **options))
-    assert same(sorted(found, key=lambda batch: batch[0][0].item()), expected)
+    assert same(sorted(batches, key=lambda batch: batch[0][0].item()), expected)
 
 
-async def test_streams_are_read_here() -> None:
-    """Once; samples travel, and are transformed and collated there."""
+async def test_streams_are_read_by_the_loader() -> None:
+    """Once; actors transform and collate the samples."""
     here = os.getpid()
 
     def check(sample: Any) -> Any:
@@ -117,12 +117,12 @@ async def test_streams_are_read_here() -> None:
 
 
 def range_of_samples() -> Any:
-    """Return what the streams hold."""
+    """Return the samples of the streams."""
     return [(torch.full((3,), float(index)), index) for index in range(20)]
 
 
-def test_a_saved_state_is_continued_by_actors() -> None:
-    """Taken with worker processes; the rest is theirs to the bit, with a mask too."""
+def test_actors_resume_a_state_of_processes() -> None:
+    """The rest is equal to the bit, with a mask, too."""
     options: dict[str, Any] = {"shuffle": True, "rank": 1, "world_size": 2}
     options.update(tail="pad", transform=lambda sample: (*sample, draw()))
     first_half = make(Drawing(26), workers="process", num_workers=1, **options)
@@ -135,8 +135,8 @@ def test_a_saved_state_is_continued_by_actors() -> None:
     assert same(list(loader), expected)
 
 
-def test_big_batches_are_the_consumers_own() -> None:
-    """Copied out of Ray's store: they can be written to, and kept."""
+def test_big_batches_are_writable_copies() -> None:
+    """They are copied out of Ray's store, and can be kept."""
     pixels = np.arange(8 * 300_000, dtype=np.uint8).reshape(8, -1)
 
     class Images(Numbers):
@@ -166,42 +166,40 @@ class Bad(Numbers):
 
 
 def odd(samples: list[Any]) -> Any:
-    """Return what cannot be sent, or not be received, from some batches."""
+    """Return, for some batches, what cannot be sent or received."""
     if samples[0] == 8:
         return (x for x in samples)
     return Fragile() if samples[0] == 12 else samples
 
 
 def test_errors_keep_their_type_and_gain_notes() -> None:
-    """Stage, batch, index, worker, remote traceback; the iteration goes on."""
+    """Stage, batch, index, worker, remote traceback; iteration continues."""
     sampler: Any = [*range(16), Stubborn(16), 17]
-    found = outcomes(make(Bad(20), collate_fn=odd, sampler=sampler))
-    assert found[0] == [0, 1, 2, 3]
-    assert (type(found[1]), found[1].args) == (LookupError, ("at 5",))
-    text = "\n".join(found[1].__notes__)
+    results = outcomes(make(Bad(20), collate_fn=odd, sampler=sampler))
+    batch, lookup, unsent, unreceived, request = results
+    assert batch == [0, 1, 2, 3]
+    assert (type(lookup), lookup.args) == (LookupError, ("at 5",))
+    text = "\n".join(lookup.__notes__)
     assert "stage 'fetch' of epoch 0, batch 1, sample index 5" in text
     assert "Caught LookupError in DataLoader worker process 0" in text
     assert "in __getitem__" in text
-    assert type(found[2]) is TypeError
-    assert "stage 'send' of epoch 0, batch 2" in found[2].__notes__[0]
-    assert type(found[3]) is WorkerError
-    assert isinstance(found[3].__cause__, LookupError)
-    assert str(found[4]) == "cannot pickle me"
-    assert len(found) == 5
+    assert type(unsent) is TypeError
+    assert "stage 'send' of epoch 0, batch 2" in unsent.__notes__[0]
+    assert type(unreceived) is WorkerError
+    assert isinstance(unreceived.__cause__, LookupError)
+    assert str(request) == "cannot pickle me"
 
 
 def test_failures_are_skipped_and_listed() -> None:
     """The budget is the loader's."""
     loader = make(Bad(12), on_error=Skip(at_most=1))
-    found = [batch.tolist() for batch in loader]
-    assert found == [[0, 1, 2, 3], [4, 6, 7], [8, 9, 10, 11]]
+    batches = [batch.tolist() for batch in loader]
+    assert batches == [[0, 1, 2, 3], [4, 6, 7], [8, 9, 10, 11]]
     assert [failure.index for failure in loader.skipped] == [5]
 
 
 @pytest.mark.fuzz
-def test_an_init_function_that_fails() -> None:
-    """Its error is raised, as it is."""
-
+def test_an_error_of_an_init_function_is_raised() -> None:
     def init(worker: int) -> None:
         raise LookupError(f"worker {worker}")
 
@@ -210,7 +208,7 @@ def test_an_init_function_that_fails() -> None:
 
 
 def test_what_cannot_be_pickled_is_named() -> None:
-    """In the words that worker processes have."""
+    """The message is that of worker processes."""
     lock = asyncio.new_event_loop
     frame = sys._getframe()
     with pytest.raises(WorkerStartError, match=r"transform\.<frame> cannot be"):
@@ -223,7 +221,7 @@ def test_what_cannot_be_pickled_is_named() -> None:
 @pytest.mark.parametrize(
     "make_dataset", [Faulty, pytest.param(AsyncFaulty, marks=pytest.mark.fuzz)]
 )
-def test_the_batches_of_a_dead_actor_are_made_again(
+def test_batches_of_a_dead_actor_are_made_again(
     make_dataset: Any, tmp_path: Path
 ) -> None:
     """Once each, in order, with the same augmentations."""
@@ -235,35 +233,34 @@ def test_the_batches_of_a_dead_actor_are_made_again(
 
 @pytest.mark.fuzz
 @pytest.mark.parametrize("make_dataset", [Faulty, AsyncFaulty])
-def test_a_batch_that_kills_is_named_and_the_rest_comes(make_dataset: Any) -> None:
-    """After two actors; the other batches are whole, even those made beside it."""
-    found = outcomes(make(make_dataset(20, (13,))))
-    error = found[3]
+def test_only_the_batch_that_kills_is_an_error(make_dataset: Any) -> None:
+    """After two actors; other batches arrive, even those made at the same time."""
+    batches = outcomes(make(make_dataset(20, (13,))))
+    error = batches[3]
     assert isinstance(error, WorkerDiedError)
     assert isinstance(error, RuntimeError)
     assert (error.batch, error.worker) == (3, 0)
     assert f"(pid(s) {error.pid} on " in str(error)
     assert "batch 3 in hand, sample indices [12, 13, 14, 15]" in str(error)
     assert "Ray says: The actor " in str(error)
-    kept = [i for batch in found if batch is not error for i in batch[-1].tolist()]
+    kept = [i for batch in batches if batch is not error for i in batch[-1].tolist()]
     assert kept == [*range(12), *range(16, 20)]
 
 
 @pytest.mark.fuzz
-def test_persistent_actors_are_kept_and_mended() -> None:
-    """The same process in each epoch; one killed in between is replaced."""
+def test_persistent_actors_are_kept_and_replaced() -> None:
+    """The same process serves each epoch; after it is killed, another does."""
     loader = make(Numbers(), persistent_workers=True, transform=pid, collate_fn=first)
     with loader:
-        (one,), (same_one,) = [set(loader) for _ in range(2)]
-        assert one == same_one
-        kill_and_wait(one)
-        (other,) = set(loader)
-    assert other != one
+        (actor,) = {*loader, *loader}
+        kill_and_wait(actor)
+        (replacement,) = set(loader)
+    assert replacement != actor
 
 
 @pytest.mark.fuzz
 def test_a_stuck_actor_is_restarted(tmp_path: Path) -> None:
-    """It is killed after ``timeout``, and its batch is made by another one."""
+    """It is killed after ``timeout``, and another one makes its batch."""
     os.mkfifo(tmp_path / "fifo")
     mark = tmp_path / "mark"
     mark.touch()
@@ -283,18 +280,18 @@ def test_a_stuck_actor_is_restarted(tmp_path: Path) -> None:
         assert [batch.tolist() for batch in loader][1] == [2, 3]
 
 
-# -- work goes to whoever is free ---------------------------------------------------
+# -- placing actors -----------------------------------------------------------------
 
 
-def test_those_that_have_room_do_the_work() -> None:
+def test_actors_with_room_do_all_the_work() -> None:
     """The cluster has room for one of two actors."""
     loader = make(Numbers(), workers=RayWorkers(2, resources={"CPU": 3}))
     assert torch.cat(list(loader)).tolist() == list(range(12))
 
 
 @pytest.mark.fuzz
-def test_without_any_room_the_deadline_tells_why(cluster: Any) -> None:
-    """What each needs, and what there is."""
+def test_a_timeout_says_what_room_is_missing(cluster: Any) -> None:
+    """What each actor needs, and what there is."""
     workers = RayWorkers(2, resources={"nowhere": 1})
     loader = make(Numbers(), workers=workers, timeout=0.5)
     iterator = iter(loader)
@@ -307,15 +304,14 @@ def test_without_any_room_the_deadline_tells_why(cluster: Any) -> None:
     assert cluster.is_initialized()
 
 
-async def test_whoever_leaves_leaves_nothing() -> None:
-    """By ``break``, in the middle of batches; the fixture looks."""
+async def test_a_break_leaves_no_actor() -> None:
+    """The fixture checks it."""
     async for batch in make(Numbers(1000), 1, prefetch_factor=8):
         assert batch.item() == 0
         break
 
 
-def test_a_process_has_one_cluster() -> None:
-    """Another address is refused."""
+def test_a_second_cluster_is_refused() -> None:
     with pytest.raises(ValueError, match="already connected to the Ray cluster at"):
         list(make(Numbers(), workers=RayWorkers(1, address="10.0.0.1:6379")))
 
@@ -324,7 +320,7 @@ def test_a_process_has_one_cluster() -> None:
 
 
 class Guarded(LoggedMap):
-    """Must not be entered."""
+    """A dataset that must not be entered itself."""
 
     def __enter__(self) -> Any:
         raise AssertionError("entered")
@@ -337,8 +333,8 @@ class Guarded(LoggedMap):
     ("make", "lifespan"),
     [pytest.param(Guarded, plain, marks=pytest.mark.fuzz), (LoggedAsyncMap, on_loop)],
 )
-def test_once_in_each_actor(make: Any, lifespan: Any, tmp_path: Path) -> None:
-    """Entered before it reads, and left when it ends."""
+def test_actors_enter_a_lifespan_once(make: Any, lifespan: Any, tmp_path: Path) -> None:
+    """It leaves it at its end."""
     path = tmp_path / "log"
     workers = RayWorkers(1)
     with DataLoader(make(path), 4, workers=workers, lifespan=lifespan) as loader:
@@ -349,8 +345,8 @@ def test_once_in_each_actor(make: Any, lifespan: Any, tmp_path: Path) -> None:
     assert events == ["enter", "read", "leave"]
 
 
-def test_an_error_on_entering(tmp_path: Path) -> None:
-    """Of a lifespan: the iteration's error; no actor is placed again."""
+def test_an_error_on_entering_a_lifespan_is_raised(tmp_path: Path) -> None:
+    """No actor is placed again."""
 
     def refuse(dataset: Any) -> Any:
         dataset.note("enter")

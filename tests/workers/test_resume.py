@@ -1,4 +1,4 @@
-"""A loader's state with worker processes: it tells nothing of who made the batches."""
+"""A loader's state with worker processes does not depend on the workers."""
 
 from collections.abc import Callable
 from typing import Any
@@ -31,7 +31,7 @@ def drawing(**options: Any) -> DataLoader[Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("options", "others"),
+    ("options", "resumed"),
     [
         ({}, {"num_workers": 3}),
         ({"num_workers": 3}, {"num_workers": 1}),
@@ -47,10 +47,12 @@ def drawing(**options: Any) -> DataLoader[Any]:
     ],
     ids=str,
 )
-def test_other_workers(options: dict[str, Any], others: dict[str, Any]) -> None:
-    """With other workers the rest is the same, random draws included."""
+def test_other_workers_resume_the_same_epoch(
+    options: dict[str, Any], resumed: dict[str, Any]
+) -> None:
+    """The rest is the same, random draws included."""
     assert_resumes_exactly(
-        lambda: drawing(**options), resume_in=lambda: drawing(**others), stops=[1, 3]
+        lambda: drawing(**options), resume_in=lambda: drawing(**resumed), stops=[1, 3]
     )
 
 
@@ -74,13 +76,13 @@ def test_other_workers(options: dict[str, Any], others: dict[str, Any]) -> None:
     ],
     ids=["async", "read by the loader", "stream", "persistent", "any order"],
 )
-async def test_for_tasks(make: Callable[[], Any]) -> None:
-    """By ``async for``: what is read where, and by whom."""
+async def test_async_for_resumes_exactly(make: Callable[[], Any]) -> None:
+    """Wherever samples are read."""
     await assert_resumes_exactly_async(make, stops=[1])
 
 
-def test_a_resume_with_generators_of_workers_says_what_it_draws() -> None:
-    """Once, in mid-epoch; not with seeds for each batch, nor between epochs."""
+def test_resuming_generators_of_workers_warns_once() -> None:
+    """In mid-epoch; not with seeds for each batch, nor between epochs."""
     loader = drawing(num_workers=1, rng="worker")
     with loader:
         iterator, state = begun(loader)
@@ -88,15 +90,15 @@ def test_a_resume_with_generators_of_workers_says_what_it_draws() -> None:
         with pytest.warns(UserWarning, match="draws other random numbers") as said:
             loader.load_state_dict(state)
             list(loader)
-        assert [one.category for one in said].count(UserWarning) == 1
+        assert [warning.category for warning in said].count(UserWarning) == 1
         loader.load_state_dict(loader.state_dict())
     with drawing(num_workers=1) as loader:
         loader.load_state_dict(state)
 
 
 @pytest.mark.slow
-def test_states() -> None:
-    """Each worker goes on from its own, quietly."""
+def test_workers_resume_from_their_own_states() -> None:
+    """Without a warning."""
     assert_resumes_exactly(
         lambda: Loader(Cursors(17), 2, num_workers=3), stops=[0, 2, 5]
     )
@@ -105,8 +107,8 @@ def test_states() -> None:
 @pytest.mark.slow
 @REPEATED
 @pytest.mark.parametrize("in_order", [True, False])
-def test_without_states(in_order: bool) -> None:
-    """Each worker reads its own again; it may draw."""
+def test_workers_without_states_read_again(in_order: bool) -> None:
+    """They may draw."""
     assert_resumes_exactly(
         lambda: Loader(
             Sharded(17), 2, num_workers=2, transform=draw, in_order=in_order
@@ -117,8 +119,8 @@ def test_without_states(in_order: bool) -> None:
 
 @pytest.mark.slow
 @REPEATED
-async def test_async_iterables_in_workers() -> None:
-    """With ``fetch="workers"`` each reads all of it."""
+async def test_async_iterables_resume_in_workers() -> None:
+    """With ``fetch="workers"`` each worker reads all of it."""
     await assert_resumes_exactly_async(
         lambda: Loader(AsyncStream(7), 2, num_workers=2, fetch="workers"), stops=[3]
     )

@@ -1,4 +1,4 @@
-"""Programs without a main guard, and one-liners: workers just work."""
+"""Programs without a main guard, and one-liners, can use workers."""
 
 import textwrap
 from pathlib import Path
@@ -44,9 +44,9 @@ for epoch in range(2):
     loader = DataLoader(
         make(), 4, num_workers=2, transform=lambda x: factor * x, collate_fn=collate
     )
-    found = list(loader)
-    assert all(isinstance(batch, Batch) for batch in found), found
-    assert [b.x.tolist() for b in found] == [[3, 6, 15, 30], [51, 78]], found
+    batches = list(loader)
+    assert all(isinstance(batch, Batch) for batch in batches), batches
+    assert [b.x.tolist() for b in batches] == [[3, 6, 15, 30], [51, 78]], batches
 print("done")
 """
 TASK = """
@@ -63,8 +63,8 @@ ERROR = """
 from aioloader import DataLoader
 
 class MineError(Exception):
-    def __init__(self, one, two):
-        super().__init__(one + two)
+    def __init__(self, a, b):
+        super().__init__(a + b)
 
 class Bad(list):
     def __getitem__(self, index):
@@ -87,7 +87,7 @@ print("done")
 
 
 def run(*arguments: str, cwd: Path) -> str:
-    """Return what a program prints; it must end well and complain of nothing."""
+    """Return what a program prints; it must succeed, without any warning."""
     done = python(*arguments, cwd=cwd)
     assert done.returncode == 0, done.stderr
     assert not done.stderr
@@ -100,15 +100,15 @@ def run(*arguments: str, cwd: Path) -> str:
     [SCRIPT, TASK, ERROR, DROPPED],
     ids=["script", "task", "error", "dropped"],
 )
-def test_one_liners(program: str, tmp_path: Path) -> None:
+def test_one_liners_can_use_workers(program: str, tmp_path: Path) -> None:
     """``python -c``: lambdas, local classes, classes of ``__main__``, no guard."""
     assert run("-c", textwrap.dedent(program), cwd=tmp_path) == "done\n"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("flags", [[], ["-W", "error"]], ids=str)
-def test_scripts(flags: list[str], tmp_path: Path) -> None:
-    """A file without a main guard, beside a module of its own; quiet to the end."""
+def test_scripts_need_no_main_guard(flags: list[str], tmp_path: Path) -> None:
+    """Beside a module of its own; silently to the end."""
     (tmp_path / "beside_it.py").write_text("OFFSET = 10\n")
     script = tmp_path / "script.py"
     script.write_text(

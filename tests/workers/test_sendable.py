@@ -1,4 +1,4 @@
-"""What collate can hold, workers can send: each as torch's workers deliver it."""
+"""Workers send whatever collate can hold, as torch's workers do."""
 
 import collections
 import contextlib
@@ -19,7 +19,7 @@ from sendable import LARGE, OTHERS, SMALL, TENSORS, Tagged, Words, one_of_anothe
 
 
 class Samples(torch.utils.data.Dataset[Any]):
-    """Makes what a table names, in the worker."""
+    """Makes the values of a table, in the worker."""
 
     def __init__(self, table: dict[str, Callable[[int], Any]], n: int) -> None:
         self.table = table
@@ -33,7 +33,7 @@ class Samples(torch.utils.data.Dataset[Any]):
         return self.make(self.names[index])
 
     def make(self, name: str) -> Any:
-        """Make one by its name."""
+        """Make the value of a name."""
         return self.table[name](self.n)
 
 
@@ -44,41 +44,41 @@ def as_it_is(value: Any) -> Any:
 OPTIONS: dict[str, Any] = {"batch_size": None, "collate_fn": as_it_is, "num_workers": 2}
 FORKED: dict[str, Any] = {**OPTIONS, "multiprocessing_context": "fork"}
 
-# What torch's workers lose or break, and ours deliver as it was sent: bits of views,
-# scales, the order of bytes, arrays of memory that its tensors leave.
+# Values that torch's workers break and ours deliver: bits of views, scales, the order
+# of bytes, arrays that share memory with tensors.
 LOST_BY_TORCH = {
     "conjugated", "negated", "quantised", "quantised by channel", "array >f8",
     "arrays beside tensors",
 }  # fmt: skip
-# torch warns of these, where it makes them and where it receives them.
+# torch warns where it makes these, and where it receives them.
 BETA = "ignore:(ComplexHalf|Sparse|The PyTorch API of nested|torch.quantize|TypedStor)"
 
 pytestmark = pytest.mark.filterwarnings(BETA)
 
 
-def alike(one: Any, other: Any, where: str) -> None:
-    """Check that two values are of equal types, kinds and contents, at all depths."""
-    assert type(one) is type(other), where
-    if isinstance(one, torch.Tensor):
-        alike_tensors(one, other, where)
-    elif isinstance(one, np.ndarray | np.generic):
-        alike_arrays(one, other, where)
-    elif hasattr(one, "equals"):
-        assert one.equals(other), where
-    elif (parts := parts_of(one)) is not None:
-        its_parts = parts_of(other) or []
+def alike(value: Any, expected: Any, where: str) -> None:
+    """Assert that two values have equal types, kinds and contents, at all depths."""
+    assert type(value) is type(expected), where
+    if isinstance(value, torch.Tensor):
+        alike_tensors(value, expected, where)
+    elif isinstance(value, np.ndarray | np.generic):
+        alike_arrays(value, expected, where)
+    elif hasattr(value, "equals"):
+        assert value.equals(expected), where
+    elif (parts := parts_of(value)) is not None:
+        its_parts = parts_of(expected) or []
         assert len(parts) == len(its_parts), where
         for k, (left, right) in enumerate(zip(parts, its_parts, strict=True)):
             alike(left, right, f"{where}[{k}]")
     else:
-        is_nan = one != one and other != other  # noqa: PLR0124
-        assert is_nan or one == other, where
-    if type(one) in {Tagged, Words}:
-        alike(vars(one), vars(other), f"{where}: attributes")
+        is_nan = value != value and expected != expected  # noqa: PLR0124
+        assert is_nan or value == expected, where
+    if type(value) in {Tagged, Words}:
+        alike(vars(value), vars(expected), f"{where}: attributes")
 
 
 def parts_of(value: Any) -> list[Any] | None:
-    """Return what a container holds; None if ``value`` is not one."""
+    """Return the contents of a container; None if ``value`` is not one."""
     if isinstance(value, dict):
         return [*value, *value.values()]
     if isinstance(value, list | tuple | collections.deque):
@@ -92,25 +92,25 @@ def parts_of(value: Any) -> list[Any] | None:
     return [value.args] if isinstance(value, BaseException) else None
 
 
-def alike_tensors(one: torch.Tensor, other: torch.Tensor, where: str) -> None:
+def alike_tensors(value: torch.Tensor, expected: torch.Tensor, where: str) -> None:
     names = ["dtype", "layout", "device", "requires_grad", "is_leaf", "is_nested"]
     names.append("is_quantized")
     for name in names:
-        assert getattr(one, name) == getattr(other, name), f"{where}: {name}"
-    if one.is_nested:
-        alike(list(one.unbind()), list(other.unbind()), f"{where}: parts")
+        assert getattr(value, name) == getattr(expected, name), f"{where}: {name}"
+    if value.is_nested:
+        alike(list(value.unbind()), list(expected.unbind()), f"{where}: parts")
         return
-    assert one.shape == other.shape, where
-    if one.layout is torch.strided:
-        assert one.stride() == other.stride(), where
-    elif one.layout is torch.sparse_coo:
-        assert one.is_coalesced() == other.is_coalesced(), where
-    if one.is_quantized:
-        assert one.qscheme() == other.qscheme(), where
-        one, other = one.dequantize(), other.dequantize()
-    if not one.is_meta:
-        one, other = (plain(tensor) for tensor in (one, other))
-        assert torch.equal(one, other), where
+    assert value.shape == expected.shape, where
+    if value.layout is torch.strided:
+        assert value.stride() == expected.stride(), where
+    elif value.layout is torch.sparse_coo:
+        assert value.is_coalesced() == expected.is_coalesced(), where
+    if value.is_quantized:
+        assert value.qscheme() == expected.qscheme(), where
+        value, expected = value.dequantize(), expected.dequantize()
+    if not value.is_meta:
+        value, expected = (plain(tensor) for tensor in (value, expected))
+        assert torch.equal(value, expected), where
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
@@ -121,24 +121,24 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(-1).view(torch.uint8)
 
 
-def alike_arrays(one: Any, other: Any, where: str) -> None:
-    assert (one.dtype, one.shape) == (other.dtype, other.shape), where
-    assert np.array_equal(one, other), where
-    if isinstance(one, np.ndarray):
+def alike_arrays(value: Any, expected: Any, where: str) -> None:
+    assert (value.dtype, value.shape) == (expected.dtype, expected.shape), where
+    assert np.array_equal(value, expected), where
+    if isinstance(value, np.ndarray):
         for flag in ("c_contiguous", "f_contiguous", "writeable", "aligned"):
-            assert getattr(one.flags, flag) == getattr(other.flags, flag), (
+            assert getattr(value.flags, flag) == getattr(expected.flags, flag), (
                 f"{where}: {flag}"
             )
 
 
 def shared(value: Any) -> list[tuple[int, int]]:
-    """Return which of the tensors and arrays in ``value`` have common memory."""
+    """Return which pairs of tensors and arrays in ``value`` share memory."""
     spans = list(enumerate(memories(value)))
     return [
         (i, k)
-        for i, one in spans
-        for k, other in spans[:i]
-        if one.start < other.stop and other.start < one.stop
+        for i, span in spans
+        for k, earlier in spans[:i]
+        if span.start < earlier.stop and earlier.start < span.stop
     ]
 
 
@@ -164,10 +164,10 @@ def memories(value: Any) -> Iterator[range]:
     ],
 )
 def sent(request: pytest.FixtureRequest) -> tuple[Samples, dict[str, Any]]:
-    """Return samples, and what is expected of each."""
+    """Return samples, and the expected value of each."""
     data = Samples(TENSORS | OTHERS, request.param)
-    found = list(torch.utils.data.DataLoader(data, **FORKED))
-    expected = dict(zip(data.names, found, strict=True))
+    values = list(torch.utils.data.DataLoader(data, **FORKED))
+    expected = dict(zip(data.names, values, strict=True))
     for name in LOST_BY_TORCH:
         expected[name] = data.make(name)
     return data, expected
@@ -175,7 +175,7 @@ def sent(request: pytest.FixtureRequest) -> tuple[Samples, dict[str, Any]]:
 
 @contextlib.contextmanager
 def executor(kind: str) -> Iterator[Any]:
-    """Make what a loader takes as its workers."""
+    """Yield a value for the loader's ``workers``."""
     if kind == "processes":
         with ProcessPoolExecutor(2, get_context("fork")) as pool:
             yield pool
@@ -188,12 +188,12 @@ def executor(kind: str) -> Iterator[Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["process", "thread", "processes", "threads"])
-def test_all_arrives_as_from_torch(sent: tuple[Any, Any], kind: str) -> None:
+def test_every_value_arrives_as_from_torch(sent: tuple[Any, Any], kind: str) -> None:
     """Types, layouts, strides, gradients, attributes, contents."""
     data, expected = sent
     with executor(kind) as workers:
-        found = list(aioloader.DataLoader(data, workers=workers, **OPTIONS))
-    for name, value in zip(data.names, found, strict=True):
+        values = list(aioloader.DataLoader(data, workers=workers, **OPTIONS))
+    for name, value in zip(data.names, values, strict=True):
         is_sent = kind.startswith("process")
         wanted = expected[name] if is_sent else data.make(name)
         alike(value, wanted, name)
@@ -202,7 +202,7 @@ def test_all_arrives_as_from_torch(sent: tuple[Any, Any], kind: str) -> None:
 
 
 class Batches(torch.utils.data.IterableDataset[Any]):
-    """One batch, as it is made."""
+    """A single batch, which ``make`` returns."""
 
     def __init__(self, make: Callable[[], Any]) -> None:
         self.make = make
@@ -218,8 +218,8 @@ def sent_once(make: Callable[[], Any]) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("n", [1, SMALL, LARGE])
-def test_views_of_one_memory_are_written_together(n: int) -> None:
-    """As with torch: what is changed in one is changed in the others."""
+def test_views_of_the_same_memory_stay_views(n: int) -> None:
+    """As in torch, a change of one changes the others."""
     batch = sent_once(lambda: one_of_another(n))
     batch["again"].mul_(2)
     assert torch.equal(batch["again"], rows(n) * 2)
@@ -228,8 +228,8 @@ def test_views_of_one_memory_are_written_together(n: int) -> None:
     assert torch.equal(batch["flat"], rows(n).view(-1) * 2)
 
 
-def test_what_requires_grad_and_is_no_leaf_is_refused_in_words_of_torch() -> None:
-    """In torch it is a message of a thread, and a loop that hangs."""
+def test_non_leaf_tensors_are_refused_with_torchs_message() -> None:
+    """In torch a thread prints it, and the loop hangs."""
     words = r"refusing to serialize non-leaf tensor.*\n?.*call detach\(\)"
     with pytest.raises(RuntimeError, match=words) as caught:
         sent_once(lambda: rows(2).requires_grad_() * 2)
@@ -237,7 +237,7 @@ def test_what_requires_grad_and_is_no_leaf_is_refused_in_words_of_torch() -> Non
 
 
 class Handle:
-    """What only a queue of ``multiprocessing`` takes."""
+    """Only the queues of ``multiprocessing`` can pickle it."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -247,8 +247,8 @@ class Handle:
 
 
 @pytest.mark.usefixtures("fork_is_default")
-def test_what_is_registered_with_multiprocessing_is_sent() -> None:
-    """``multiprocessing.reduction.register`` counts, as for torch's queues."""
+def test_reducers_of_multiprocessing_are_used() -> None:
+    """Those of ``multiprocessing.reduction.register``, as in torch's queues."""
     reducers = ForkingPickler._extra_reducers  # type: ignore[attr-defined]
     ForkingPickler.register(Handle, lambda handle: (Handle, (handle.number,)))
     try:
@@ -259,7 +259,7 @@ def test_what_is_registered_with_multiprocessing_is_sent() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("length", [2, 200])
-def test_more_tensors_than_the_kernel_gathers_at_once(length: int) -> None:
+def test_a_batch_may_have_more_tensors_than_iov_max(length: int) -> None:
     """Small ones and larger ones."""
     table = {"many": lambda n: [torch.arange(n) + k for k in range(1500)]}
     dataset = Samples(table, length)

@@ -1,4 +1,4 @@
-"""What workers share with the loader: mapped files, and what only a child can share."""
+"""What workers share with the loader: mapped files, shared memory, objects of fork."""
 
 import multiprocessing
 from collections.abc import Callable
@@ -21,19 +21,19 @@ KEPT = multiprocessing.Value("i", 0)
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """Return a file of the numbers below 30,000 behind a head of 64 bytes."""
+    """Return a file of the numbers below 30,000 after a header of 64 bytes."""
     path = tmp_path / "numbers"
     path.write_bytes(bytes(64) + np.arange(30_000, dtype=np.int32).tobytes())
     return path
 
 
 def is_mapped(_array: Any) -> bool:
-    """Tell whether this process maps the file."""
+    """Return whether this process maps the file."""
     return "/numbers" in Path("/proc/self/maps").read_text(encoding="utf-8")
 
 
 class Opened:
-    """Reads a file that was opened before the fork, in two workers in step."""
+    """Two workers read, in step, a file that was opened before the fork."""
 
     def __init__(self, path: Path) -> None:
         self.file = path.open("rb", buffering=0)
@@ -52,8 +52,8 @@ class Opened:
 
 
 @pytest.mark.usefixtures("fork_is_default")
-def test_workers_have_positions_in_open_files(tmp_path: Path) -> None:
-    """A seek of one moves no other; the file may have been removed."""
+def test_workers_have_their_own_position_in_a_file(tmp_path: Path) -> None:
+    """A seek moves no other position; the file may have been removed."""
     path = tmp_path / "letters"
     path.write_bytes(bytes(range(100)))
     dataset = Opened(path)
@@ -76,36 +76,35 @@ VIEWS: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["r", "r+"])
 @pytest.mark.parametrize("view", VIEWS)
-def test_a_mapped_file_is_mapped_again(path: Path, view: str, mode: Any) -> None:
-    """Nothing of it is copied: views, offsets and modes hold."""
+def test_a_mapped_file_is_mapped_in_workers(path: Path, view: str, mode: Any) -> None:
+    """It is not copied; views, offsets and modes are kept."""
     mapped = np.memmap(path, np.int32, mode, offset=64)
     array = VIEWS[view](mapped)
 
-    def question(found: Any) -> Any:
-        return is_mapped(found), found.tolist(), type(found).__name__, found.mode
+    def question(sent: Any) -> Any:
+        return is_mapped(sent), sent.tolist(), type(sent).__name__, sent.mode
 
     assert asked(array, question, **SERVED) == (True, array.tolist(), "memmap", mode)
 
 
 @pytest.mark.parametrize("view", ["strided", "private", "empty", "unlinked"])
-def test_a_mapped_file_that_cannot_be_mapped_again(path: Path, view: str) -> None:
-    """It travels as the array that it is."""
+def test_an_array_that_cannot_be_mapped_is_copied(path: Path, view: str) -> None:
     mapped = np.memmap(path, np.int32, "c" if view == "private" else "r", offset=64)
     if view == "private":
         mapped[0] = 77  # in this process alone
     if view == "unlinked":
         path.unlink()
     array = {"strided": mapped[::3], "empty": mapped[:0]}.get(view, mapped)
-    assert asked(array, lambda found: found.tolist(), **SERVED) == array.tolist()
+    assert asked(array, lambda sent: sent.tolist(), **SERVED) == array.tolist()
 
 
-def test_writes_to_a_mapped_file_arrive(path: Path) -> None:
-    """With mode r+ it is the file, for all of them."""
+def test_writes_of_workers_reach_a_mapped_file(path: Path) -> None:
+    """With mode r+, for all processes."""
     mapped = np.memmap(path, np.int32, "r+", offset=64)
 
-    def question(found: Any) -> Any:
-        found[3] = 99
-        return int(found[4])
+    def question(sent: Any) -> Any:
+        sent[3] = 99
+        return int(sent[4])
 
     assert asked(mapped, question, **SERVED) == 4
     assert mapped[3] == 99
@@ -134,7 +133,7 @@ SHARED: dict[str, Callable[[], Any]] = {
 
 
 class Shared:
-    """Has something shared twice, and many more; a worker reads it and writes to it."""
+    """Has a shared object twice, and many more; a worker reads and writes it."""
 
     def __init__(self, shared: Any) -> None:
         self.shared, self.again = shared, [shared]
@@ -152,8 +151,8 @@ class Shared:
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["forkserver", "spawn"])
 @pytest.mark.parametrize("kind", SHARED)
-def test_what_is_shared_stays_shared(kind: str, method: Any) -> None:
-    """Writes arrive on both sides, also in workers that persist, as with torch's."""
+def test_shared_objects_stay_shared_with_workers(kind: str, method: Any) -> None:
+    """Both sides see writes, also with persistent workers, as in torch."""
     dataset = Shared(SHARED[kind]())
     options: Any = {"num_workers": 1, "persistent_workers": True}
     with DataLoader(dataset, None, multiprocessing_context=method, **options) as loader:
@@ -183,16 +182,16 @@ for method in "forkserver", "spawn":
 
 @pytest.mark.slow
 def test_a_tensor_that_is_shared_by_name_stays_shared() -> None:
-    """With torch's other strategy, ``"file_system"``."""
+    """With torch's strategy ``"file_system"``."""
     assert python("-c", NAMED, check=True).stdout == "[4, 5] 5\n" * 2
 
 
-def test_a_tensor_of_a_file_is_of_that_file(tmp_path: Path) -> None:
-    """``torch.from_file``: mapped again if it is shared, sent as it is if not."""
+def test_a_tensor_from_a_file_is_mapped_if_shared(tmp_path: Path) -> None:
+    """``torch.from_file``; otherwise it is copied."""
 
-    def add(found: Any) -> Any:
-        found += 1
-        return found.tolist()
+    def add(sent: Any) -> Any:
+        sent += 1
+        return sent.tolist()
 
     for shared, after in (True, 1), (False, 0):
         name = str(tmp_path / str(shared))
@@ -212,15 +211,15 @@ OF_A_CHILD: dict[str, Callable[[], Any]] = {
 @pytest.mark.usefixtures("fork_is_default")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OF_A_CHILD)
-def test_what_only_a_child_can_share(name: str) -> None:
-    """Workers are forked, and share it; those of the fork server cannot have it."""
+def test_objects_of_fork_are_shared_by_forked_workers(name: str) -> None:
+    """Workers of the fork server cannot have them."""
     shared = OF_A_CHILD[name]()
 
-    def question(found: Any) -> Any:
+    def question(sent: Any) -> Any:
         if name == "value":
-            found.value = 5
+            sent.value = 5
         elif name != "lock":
-            found[1] = 5
+            sent[1] = 5
         return True
 
     assert asked(shared, question)

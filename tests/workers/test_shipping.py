@@ -1,4 +1,4 @@
-"""What travels to workers of the fork server arrives: equal, in its surroundings."""
+"""A dataset arrives in workers of the fork server equal, with its surroundings."""
 
 import dataclasses
 import functools
@@ -31,7 +31,7 @@ SERVED: dict[str, Any] = {"multiprocessing_context": "forkserver"}
 
 
 def asked(dataset: Any, question: Any) -> Any:
-    """Return what ``question`` finds about the dataset below the fork server."""
+    """Return the answer of a worker of the fork server about the dataset."""
     return asked_by(dataset, question, **SERVED)
 
 
@@ -52,7 +52,7 @@ def rich() -> dict[str, Any]:
 
 
 def text_of(data: Any) -> str:
-    """Return all there is in words, to the last element."""
+    """Return all data as text, to the last element."""
     data = {**data, "module": dict(data["module"].state_dict())}
     return repr({name: whole(value) for name, value in data.items()})
 
@@ -76,8 +76,8 @@ def test_a_dataset_arrives_equal(context: Any) -> None:
     assert asked_by(data, text_of, multiprocessing_context=context) == text_of(data)
 
 
-def test_nothing_is_shared_by_writing() -> None:
-    """Neither side sees what the other one writes, and no worker another's writes."""
+def test_writes_to_a_dataset_are_not_shared() -> None:
+    """Neither with the loader's process nor with other workers."""
     data: Any = {"tensor": torch.zeros(100_000), "array": np.zeros(100_000)}
 
     class Counting(Numbers):
@@ -88,12 +88,12 @@ def test_nothing_is_shared_by_writing() -> None:
 
     loader: Any = DataLoader(Counting(), num_workers=2, collate_fn=first)
     iterator = iter(loader)
-    found = [next(iterator)]
+    samples = [next(iterator)]
     data["tensor"].fill_(500)
     data["array"].fill(500)
-    found.extend(iterator)
-    for process in {pid for pid, *_ in found}:
-        counts = [(one, other) for pid, one, other in found if pid == process]
+    samples.extend(iterator)
+    for process in {pid for pid, *_ in samples}:
+        counts = [tuple(counts) for pid, *counts in samples if pid == process]
         assert counts == [(k, k) for k in range(1, len(counts) + 1)]
     assert data["tensor"].unique().tolist() == [500]
     assert set(data["array"]) == {500}
@@ -101,7 +101,7 @@ def test_nothing_is_shared_by_writing() -> None:
 
 @pytest.fixture
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Change what code may take for granted about its process."""
+    """Change the surroundings of this process."""
     (tmp_path / "found_by_path.py").write_text("WORD = 'found'\n", encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
@@ -116,26 +116,26 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
 
 
 def has_file(_dataset: Any) -> bool:
-    """Tell whether a relative path is found here."""
+    """Return whether a relative path exists here."""
     return Path("kept.txt").exists()
 
 
 @pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
-def test_workers_start_in_a_directory_that_was_deleted(
+def test_workers_start_in_a_deleted_directory(
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As jobs have whose folder a cleaner removes: a relative path is not found."""
+    """As of a job whose folder was cleaned up; a relative path does not exist."""
     (tmp_path / "kept.txt").write_text("", encoding="utf-8")
     (tmp_path / "job").mkdir()
     monkeypatch.chdir(tmp_path)
     question: Any = {"transform": has_file, "multiprocessing_context": method}
-    found = []
+    exist = []
     for directory in (tmp_path, tmp_path / "job"):
         os.chdir(directory)
         if directory != tmp_path:
             directory.rmdir()
-        found += next(iter(DataLoader(Numbers(1), num_workers=1, **question))).tolist()
-    assert found == [True, False]
+        exist += next(iter(DataLoader(Numbers(1), num_workers=1, **question))).tolist()
+    assert exist == [True, False]
 
 
 DELETED = """
@@ -157,13 +157,13 @@ print([batch.tolist() for batch in DataLoader(Dataset(), 2, num_workers=1)])
 
 @pytest.mark.linux
 @pytest.mark.slow
-def test_the_fork_server_starts_in_a_directory_that_was_deleted() -> None:
-    """Also for async datasets, which need it."""
+def test_the_fork_server_starts_in_a_deleted_directory() -> None:
+    """Async datasets need it."""
     run = python("-c", DELETED)
     assert (run.stdout, run.stderr) == ("[[0, 1], [2, 3]]\n", "")
 
 
-def test_surroundings_arrive(elsewhere: Path) -> None:
+def test_workers_have_the_loaders_surroundings(elsewhere: Path) -> None:
     """Directory, path, arguments, environment, filters, default type."""
 
     def question(_dataset: Any) -> Any:
@@ -203,11 +203,11 @@ class Stream:
 
 @pytest.fixture(params=["rows_of_two", "kit_of_two.rows"])
 def namesake(request: Any, tmp_path: Path, monkeypatch: Any) -> Iterator[Any]:
-    """Return a module that was loaded under a name that ``sys.path`` has elsewhere."""
+    """Return a module whose name stands for another module on ``sys.path``."""
     name: str = request.param
-    other = tmp_path.joinpath("path", *name.split(".")).with_suffix(".py")
-    other.parent.mkdir(parents=True)
-    other.write_text(NAMESAKE.format(word="other"), encoding="utf-8")
+    namesake = tmp_path.joinpath("path", *name.split(".")).with_suffix(".py")
+    namesake.parent.mkdir(parents=True)
+    namesake.write_text(NAMESAKE.format(word="other"), encoding="utf-8")
     file = tmp_path / "mine.py"
     file.write_text(NAMESAKE.format(word="mine"), encoding="utf-8")
     spec = importlib.util.spec_from_file_location(name, file)
@@ -236,8 +236,8 @@ def test_a_class_is_not_mistaken_for_a_namesake(namesake: Any, method: Any) -> N
 
 
 @pytest.mark.slow
-def test_samples_of_the_script_arrive(tmp_path: Path) -> None:
-    """What the loader reads, or a sampler gives, may be of a class of the script."""
+def test_samples_of_a_class_of_the_script_arrive(tmp_path: Path) -> None:
+    """From the loader or from a sampler."""
     script = tmp_path / "script.py"
     script.write_text(SAMPLES_OF_A_SCRIPT, encoding="utf-8")
     assert python(script).stdout == "[[3, True]]\n[[4, True]]\n" * 2
@@ -262,7 +262,7 @@ for method in "forkserver", "spawn":
 
 @functools.cache
 def table() -> dict[str, int]:
-    """Return what is read once per process."""
+    """Return a table that is made once per process."""
     return {"seven": 7}
 
 
@@ -291,21 +291,21 @@ def test_functions_with_caches_arrive() -> None:
     assert asked(None, question) == (7, "int", "any", 1)
 
 
-def test_registered_collate_functions_arrive(monkeypatch: Any) -> None:
-    """``default_collate`` follows the script's registry in workers."""
+def test_workers_use_registered_collate_functions(monkeypatch: Any) -> None:
+    """``default_collate`` follows the script's registry."""
     monkeypatch.setitem(default_collate_fn_map, str, lambda words, **_: "|".join(words))
     assert list(DataLoader(["a", "b"], 2, num_workers=1, **SERVED)) == ["a|b"]
 
 
 class Lost(Numbers):
-    """Cannot be found where it is unpickled."""
+    """Its pickle refers to a name that other processes lack."""
 
     def __reduce__(self) -> Any:
         return operator.attrgetter(f"here_{os.getpid()}"), (os,)
 
 
 def test_what_cannot_be_pickled_is_named() -> None:
-    """One error, when the first batch is asked for, by path and with the way out."""
+    """By path and with a remedy, when the first batch is requested."""
     with pytest.raises(WorkerStartError, match=r"no attribute 'here_.* script imports"):
         list(DataLoader(Lost(), num_workers=1, **SERVED))
 
@@ -369,7 +369,7 @@ for k in range(3):
 
 @pytest.mark.slow
 def test_a_lock_of_the_script_is_fresh_in_workers(tmp_path: Path) -> None:
-    """Also an event, a condition, a queue, a local and a context variable of it."""
+    """As are events, conditions, queues, locals and context variables."""
     script = tmp_path / "script.py"
     script.write_text(FRESH, encoding="utf-8")
     *lines, lock, rlock, of_class = python(script, check=True).stdout.splitlines()
@@ -398,7 +398,7 @@ class Threaded(Numbers):
 
 @pytest.mark.slow
 def test_unpickling_may_start_threads(tmp_path: Path) -> None:
-    """Each worker then unpickles for itself, and has the thread; no other starts."""
+    """Each worker then unpickles for itself, and has the thread."""
 
     def note(_worker: int) -> None:
         (tmp_path / str(os.getpid())).touch()
@@ -407,9 +407,9 @@ def test_unpickling_may_start_threads(tmp_path: Path) -> None:
         Threaded(), 4, num_workers=2, worker_init_fn=note, **SERVED
     )
     for epoch in range(1, 3):
-        found = [batch.tolist() for batch in loader]
+        batches = [batch.tolist() for batch in loader]
         assert len(list(tmp_path.iterdir())) == 2 * epoch
-    assert found == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+    assert batches == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
 
 
 @dataclasses.dataclass
@@ -426,14 +426,14 @@ Named = namedtuple("Named", "numbers")  # noqa: PYI024  (as users write it)
 @pytest.mark.parametrize("kind", [Batch, Named])
 @pytest.mark.parametrize("n", [4, 40_000])
 def test_batch_types_keep_their_identity(kind: Any, n: int) -> None:
-    """``isinstance`` holds for what comes back, small or big."""
+    """``isinstance`` holds for delivered batches, small or big."""
 
     def collate(samples: list[Any]) -> Any:
         return kind(torch.full((n,), samples[0]))
 
-    found = list(DataLoader(Numbers(3), num_workers=2, collate_fn=collate))
-    assert [type(batch) for batch in found] == [kind] * 3
-    assert [int(batch.numbers.sum()) for batch in found] == [0, n, 2 * n]
+    batches = list(DataLoader(Numbers(3), num_workers=2, collate_fn=collate))
+    assert [type(batch) for batch in batches] == [kind] * 3
+    assert [int(batch.numbers.sum()) for batch in batches] == [0, n, 2 * n]
 
 
 CONTEXTS = [
@@ -445,8 +445,8 @@ CONTEXTS = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CONTEXTS)
-def test_contexts(name: str) -> None:
-    """By name or as an object: same batches, lambdas too."""
+def test_contexts_are_given_by_name_or_as_objects(name: str) -> None:
+    """With the same batches."""
     expected = [batch.tolist() for batch in DataLoader(Numbers(), 5, transform=hex2)]
     context = multiprocessing.get_context(name)
     for given in (name, context) if name == "fork" else (context,):
@@ -463,12 +463,12 @@ def test_contexts(name: str) -> None:
 
 
 def hex2(value: int) -> int:
-    """Return some number."""
+    """Return another number."""
     return value * 16
 
 
 def stop_forkserver() -> None:
-    """End the server that multiprocessing would keep until this process ends."""
+    """Stop the server that multiprocessing would keep until this process ends."""
     from multiprocessing.forkserver import _forkserver  # noqa: PLC0415
 
     _forkserver._stop()  # type: ignore[attr-defined]

@@ -26,8 +26,8 @@ def make(dataset: Any, **options: Any) -> Any:
 
 @pytest.mark.parametrize("dataset", [SyncStream, AsyncStream])
 @pytest.mark.parametrize("drop_last", [False, True])
-async def test_a_stream_is_read_once(dataset: Any, drop_last: bool) -> None:
-    """There is one of it in this process; threads transform and collate."""
+async def test_threads_read_a_stream_once(dataset: Any, drop_last: bool) -> None:
+    """They transform and collate."""
     loader = make(dataset(), batch_size=6, drop_last=drop_last)
     theirs = TorchLoader(SyncStream(), batch_size=6, drop_last=drop_last)
     assert labels(await collect(loader)) == labels(list(theirs))
@@ -44,14 +44,14 @@ async def test_a_stream_is_read_once(dataset: Any, drop_last: bool) -> None:
     ],
     ids=["stream", "async stream", "async map", "transform", "collate"],
 )
-def test_threads_cannot_do_all(dataset: Any, options: dict[str, Any]) -> None:
-    """What they cannot read is refused at once, if it is asked for."""
+def test_threads_read_only_plain_maps(dataset: Any, options: dict[str, Any]) -> None:
+    """``fetch="workers"`` is refused at once."""
     with pytest.raises(ValueError, match="fetch='workers' needs a map-style dataset"):
         make(dataset, fetch="workers", **options)
 
 
-def test_threads_know_who_they_are() -> None:
-    """Number, seed, dataset; the init function runs in each; nothing stays behind."""
+def test_threads_have_worker_info() -> None:
+    """Number, seed, dataset; the init function runs in each."""
     seen: list[Any] = []
 
     def init(worker: int) -> None:
@@ -69,15 +69,15 @@ def test_threads_know_who_they_are() -> None:
     torch.manual_seed(8)
     dataset = Numbers(40)
     loader = make(dataset, worker_init_fn=init, transform=look, collate_fn=first)
-    found = list(loader)
-    assert {seed - worker for worker, seed, _ in found} == {base_seed}
-    assert {name for *_, name in found} <= {"aioloader-worker-0", "aioloader-worker-1"}
-    assert sorted(seen, key=lambda one: one[0]) == [(k, k, 2, dataset) for k in (0, 1)]
+    infos = list(loader)
+    assert {seed - worker for worker, seed, _ in infos} == {base_seed}
+    assert {name for *_, name in infos} <= {"aioloader-worker-0", "aioloader-worker-1"}
+    assert sorted(seen, key=lambda s: s[0]) == [(k, k, 2, dataset) for k in (0, 1)]
     assert get_worker_info() is None
 
 
-def test_an_error_in_one_batch_ends_nothing() -> None:
-    """The exception is the object that was raised; the next batch comes."""
+def test_an_error_in_a_thread_ends_no_iteration() -> None:
+    """The exception is the raised object; the next batch arrives."""
     error = LookupError("three")
 
     class Bad(Numbers):
@@ -87,16 +87,16 @@ def test_an_error_in_one_batch_ends_nothing() -> None:
             return index
 
     iterator = iter(make(Bad(8), batch_size=2))
-    found: list[Any] = [next(iterator)]
+    batches: list[Any] = [next(iterator)]
     with pytest.raises(LookupError) as caught:
         next(iterator)
     assert caught.value is error
     assert "sample index 3" in error.__notes__[0]
-    found += list(iterator)
-    assert [batch.tolist() for batch in found] == [[0, 1], [4, 5], [6, 7]]
+    batches += list(iterator)
+    assert [batch.tolist() for batch in batches] == [[0, 1], [4, 5], [6, 7]]
 
 
-def test_big_batches_use_memory_again() -> None:
+def test_threads_reuse_the_memory_of_big_batches() -> None:
     """A loop that drops its batches sees the same few addresses."""
 
     class Images(Numbers):
@@ -112,7 +112,7 @@ def test_big_batches_use_memory_again() -> None:
 
 @pytest.mark.parametrize("is_async", [False, True])
 async def test_close_waits_for_threads_of_a_dropped_iterator(*, is_async: bool) -> None:
-    """They may be in the middle of a batch then."""
+    """They may be making a batch."""
     entered, release = threading.Event(), threading.Event()
 
     class Slow(SyncMap):
@@ -159,8 +159,8 @@ class Patient(Retry):
 
 
 @pytest.mark.parametrize("workers", ["thread", "process", "executor"])
-def test_closing_ends_a_retry(workers: Any, tmp_path: Path) -> None:
-    """Nobody waits for it, and a process ends by itself: its lifespan is left."""
+def test_closing_ends_the_wait_of_a_retry(workers: Any, tmp_path: Path) -> None:
+    """A process then ends by itself, and leaves its lifespan."""
 
     @contextlib.contextmanager
     def lifespan(_dataset: Any) -> Iterator[None]:

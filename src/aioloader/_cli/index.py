@@ -23,7 +23,7 @@ from aioloader.datasets._stores.failures import Version
 from aioloader.datasets._streams.edges import (
     EdgesBuilder,
     IndexPack,
-    Numbers,
+    Offsets,
     check_end,
     index_bytes,
     index_name,
@@ -73,7 +73,7 @@ async def _index(stream: Any, options: Namespace) -> None:
     """Write an index next to each shard, or a pack, which is saved every minute."""
     made_by: ByteFormat = stream.made_by
     of, pack, growing = indexed.kind_of(stream), options.pack, EdgesBuilder()
-    before: dict[str, tuple[Numbers, Version]] = {}
+    before: dict[str, tuple[Offsets, Version]] = {}
     async with AsyncExitStack() as stack:
         stack.callback(_show, "", options)
         shards = await indexed.listed(made_by, stack)
@@ -108,8 +108,8 @@ async def _index(stream: Any, options: Namespace) -> None:
 
 
 async def _find(
-    made_by: ByteFormat, shard: Any, before: tuple[Numbers, Version] | None = None
-) -> tuple[Numbers, Version, bool]:
+    made_by: ByteFormat, shard: Any, before: tuple[Offsets, Version] | None = None
+) -> tuple[Offsets, Version, bool]:
     """Return where a shard's samples start, its version, and whether that was known.
 
     An index next to the shard is trusted if it is newer and fits.
@@ -119,7 +119,7 @@ async def _find(
     if before is not None and now.is_marked and before[1].is_of(now):
         return *before, True
     if isinstance(made_by, MDSFormat):  # a shard starts with its index
-        return await made_by.numbers(shard), now, False
+        return await made_by.offsets(shard), now, False
     with suppress(DatasetError):  # there is none, or one of something else
         beside = await storage.version(sibling(address, index_name))
         if (beside.modified or 0) > (now.modified or math.inf):
@@ -130,7 +130,7 @@ async def _find(
                 rest, _ = await storage.part(address, max(0, end - 1), stop, now)
                 check_end(address, end, now.size, rest[min(end, 1) :])
                 return numbers, now, True
-    numbers, scanned = await indexed.scan_of(storage, address, made_by.kind(shard))
+    numbers, scanned = await indexed.scan_of(storage, address, made_by.spec(shard))
     return numbers, scanned or now, False
 
 

@@ -1,9 +1,8 @@
-"""How the arguments are checked: each by itself, then those that go together.
+"""Checks of a loader's arguments: each by itself, then in combination.
 
-``DataLoader`` declares them, with defaults and words; those about ranks are checked by
-``part_asked``, sizes of batches by torch's samplers. The messages are torch's where it
-has them, so that users can search for them. All are checked in the constructor, and
-each by itself where one was assigned later.
+``given_part`` checks those about ranks, torch's samplers the batch size. Messages are
+torch's where it has them, so that users can search for them. The constructor checks
+all; an argument that is assigned later is checked by itself.
 """
 
 import contextlib
@@ -22,14 +21,21 @@ from aioloader._base.failures import parts_of
 from aioloader._base.retry import Retry
 from aioloader._base.warnings import warn
 from aioloader._loader.auto import check_auto
-from aioloader._loader.options import FIRST, NAMES, Auto, Options, auto_number, suits
+from aioloader._loader.options import (
+    FIRST_VALUES,
+    NAMES,
+    Auto,
+    Options,
+    auto_number,
+    suits,
+)
 from aioloader._pipeline.lifespan import check_lifespan
 from aioloader._workers.ray.workers import RayWorkers
 from aioloader.protocols import Kind, is_async_function
 
 Workers: TypeAlias = Literal["process", "thread"] | Executor | RayWorkers
 
-_WORDS: dict[str, tuple[str | None, ...]] = {
+_CHOICES: dict[str, tuple[str | None, ...]] = {
     "fetch": ("auto", "loader", "workers"),
     "rng": (None, "batch", "sample", "worker"),
     "on_timeout": ("raise", "restart"),
@@ -37,7 +43,7 @@ _WORDS: dict[str, tuple[str | None, ...]] = {
     "tail": (None, "wrap", "pad", "drop", "uneven"),
 }
 _FUNCTIONS = ("collate_fn", "transform", "worker_init_fn")
-# Counts, whether they may be None, and the least; torch has its own words for two.
+# Integers: whether they may be None, and the minimum unless torch has a message for it.
 _COUNTS: dict[str, tuple[bool, int | None]] = {
     "num_workers": (False, None),
     "prefetch_factor": (True, None),
@@ -45,7 +51,7 @@ _COUNTS: dict[str, tuple[bool, int | None]] = {
     "concurrency": (False, 1),
     "prefetch_bytes": (True, 1),
 }
-# What took the place of former arguments.
+# Replacements of former arguments.
 _FORMER = {
     "prefetch_device": "device=Device(..., ahead={!r})",
     "device_keys": "device=Device(..., keys={!r})",
@@ -54,8 +60,8 @@ _FORMER = {
 }
 
 
-def refuse(unknown: Mapping[str, Any]) -> None:
-    """Refuse arguments that a loader does not have; say what became of former ones."""
+def refuse_unknown(unknown: Mapping[str, Any]) -> None:
+    """Raise a TypeError that names an argument's replacement or the nearest name."""
     name, value = next(iter(unknown.items()))
     if name in _FORMER:
         now = _FORMER[name].format(value)
@@ -68,12 +74,12 @@ def refuse(unknown: Mapping[str, Any]) -> None:
 
 
 def check_each(given: Mapping[str, Any]) -> None:
-    """Check the arguments of a loader by name, each by itself."""
-    given = {**given, **{name: auto_number(name, given[name]) for name in FIRST}}
+    """Check each of a loader's arguments by itself."""
+    given = {**given, **{name: auto_number(name, given[name]) for name in FIRST_VALUES}}
     _check_numbers(given)
-    for name, words in _WORDS.items():
-        if given[name] not in words:
-            known = " or ".join(repr(word) for word in words)
+    for name, choices in _CHOICES.items():
+        if given[name] not in choices:
+            known = " or ".join(map(repr, choices))
             raise ValueError(f"{name} must be {known}, got {given[name]!r}")
     for name in _FUNCTIONS:
         function = given[name]
@@ -98,7 +104,7 @@ def check_each(given: Mapping[str, Any]) -> None:
 
 
 def check_together(options: Options, shuffle: Any) -> None:
-    """Check arguments that depend on each other, before samplers are made of them."""
+    """Check arguments in combination, before samplers are made from them."""
     _check_sampling(options, shuffle)
     _check_workers(options)
     if options.lifespan is not None or options.fetch == "workers":
@@ -110,13 +116,13 @@ def check_together(options: Options, shuffle: Any) -> None:
 
 
 def count_workers(num_workers: Any, workers: Any) -> Any:
-    """Return the number of workers: that of ``RayWorkers`` if ``num_workers`` is 0."""
+    """Return ``num_workers`` as an integer if it is one, or that of ``RayWorkers``."""
     num_workers = auto_number("num_workers", num_workers)
     if isinstance(num_workers, Auto):
         is_fixed = isinstance(workers, RayWorkers)
         return workers.num_workers if is_fixed else num_workers
-    with contextlib.suppress(TypeError, ValueError):  # refused later, with a message
-        # As torch: numpy's, too, and any zero.
+    with contextlib.suppress(TypeError, ValueError):  # ``check_each`` raises
+        # As torch does, accept numpy integers and any zero.
         num_workers = 0 if num_workers == 0 else operator.index(num_workers)
     if not isinstance(workers, RayWorkers) or num_workers == workers.num_workers:
         return num_workers
@@ -157,10 +163,9 @@ def context_of(context: Any, num_workers: int, workers: Any) -> Any:
 
 
 def _check_seeds(options: Options) -> None:
-    """Refuse seeds per batch or sample where the global generators cannot have them.
+    """Refuse ``rng`` where concurrent code shares the global generators.
 
-    Threads, and the coroutines of a batch in this process, run at the same time and
-    share the global generators.
+    That is in threads, and in the coroutines of a batch in this process.
     """
     if options.num_workers:
         is_pool = isinstance(options.workers, ThreadPoolExecutor)
@@ -173,8 +178,8 @@ def _check_seeds(options: Options) -> None:
             )
         return
     functions = options.transform, options.collate_fn
-    is_some_plain = any(one and not is_async_function(one) for one in functions)
-    if options.reads_async and not is_some_plain:
+    has_plain = any(each and not is_async_function(each) for each in functions)
+    if options.reads_async and not has_plain:
         raise ValueError(
             f"rng={options.rng!r} cannot seed the random numbers of coroutines in this "
             "process: use num_workers=1 or more, where they take them from "
@@ -190,7 +195,7 @@ def _check_numbers(given: Mapping[str, Any]) -> None:
         try:
             operator.index(count)
         except TypeError:
-            or_auto = " or 'auto'" if name in FIRST else ""
+            or_auto = " or 'auto'" if name in FIRST_VALUES else ""
             raise TypeError(
                 f"{name} must be an integer{or_auto}, got {count!r}"
             ) from None
@@ -212,12 +217,12 @@ def _check_numbers(given: Mapping[str, Any]) -> None:
 
 def _check_timeout(timeout: Any) -> None:
     try:
-        is_time = bool(timeout >= 0)  # as torch: numpy's and a tensor's count
+        is_time = bool(timeout >= 0)  # as in torch, numpy numbers and tensors may be
     except TypeError:
         raise TypeError(
             f"timeout option should be a number of seconds, got {timeout!r}"
         ) from None
-    if not is_time:  # also if it is not a number
+    if not is_time:  # or NaN
         raise ValueError(f"timeout option should be non-negative, got {timeout!r}")
 
 
@@ -288,7 +293,7 @@ def _check_workers(options: Options) -> None:
 
 
 def _check_places(options: Options) -> None:
-    """Check that workers can read if asked to, and can enter a lifespan."""
+    """Check that workers can read samples if they must, and enter the lifespan."""
     workers, dataset, fetch = options.workers, options.dataset, options.fetch
     functions = options.transform, options.collate_fn
     if options.lifespan is not None:
@@ -303,10 +308,8 @@ def _check_places(options: Options) -> None:
         )
     if fetch == "workers" and not can_read:
         needs = "a map-style dataset and plain functions if workers are threads or an "
-        else_ = "executor: leave it at 'auto', or use workers='process'"
+        needs += "executor: leave it at 'auto', or use workers='process'"
         if isinstance(workers, RayWorkers):
-            needs = (
-                "a map-style dataset if workers are RayWorkers: leave it at 'auto', "
-            )
-            else_ = "and the loader reads an iterable once for all of them"
-        raise ValueError(f"fetch='workers' needs {needs}{else_}")
+            needs = "a map-style dataset if workers are RayWorkers: leave it at "
+            needs += "'auto', and the loader reads an iterable once for all of them"
+        raise ValueError(f"fetch='workers' needs {needs}")

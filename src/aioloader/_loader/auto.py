@@ -1,4 +1,4 @@
-"""Arguments that are ``"auto"``: where refused, and their first values."""
+"""Arguments that are ``"auto"``: checks, first values, and updates between epochs."""
 
 import sys
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from torch.utils.data import TensorDataset
 from aioloader._base.machine import cores
 from aioloader._collate.collate import default_collate, default_convert
 from aioloader._loader.options import (
-    FIRST,
+    FIRST_VALUES,
     Auto,
     Options,
     argument,
@@ -20,12 +20,12 @@ from aioloader.protocols import Kind, is_async_function
 
 # Whether threads of Python code run one at a time; always so before Python 3.13.
 has_gil: Callable[[], bool] = getattr(sys, "_is_gil_enabled", lambda: True)
-# The concurrency of workers that read, which is fixed.
-_IN_WORKERS = 64
-# Workers of the first epoch; later ones get more if that helps.
-_FIRST_WORKERS = 8
-# Values that mean "not given", also when a loader is rebuilt from its attributes.
-_TORCHS = (None, default_collate, default_convert)
+# Concurrency in workers that read; it is not tuned.
+_CONCURRENCY_IN_WORKERS = 64
+# Most workers of the first epoch; later epochs get more if that helps.
+_MAX_FIRST_WORKERS = 8
+# Values that mean "not given", also if a loader is rebuilt from its attributes.
+_DEFAULT_FUNCTIONS = (None, default_collate, default_convert)
 
 
 def check_auto(options: Options) -> None:
@@ -46,25 +46,25 @@ def check_auto(options: Options) -> None:
 
 
 def begin(loader: Any, options: Options) -> None:
-    """Set the first values of the chosen numbers, by the kind of the dataset.
+    """Set the first values of numbers that are ``"auto"``.
 
-    Whether there are workers at all depends on the kind alone, since draws depend on
-    it: there are none if only coroutines, or nothing, would run in them.
+    Random numbers depend on whether there are workers, so that never changes later:
+    there are none if only coroutines, or nothing, would run in them.
     """
     workers = options.num_workers
     if isinstance(workers, Auto):
         workers = Auto(_first_workers(options))
         loader._replace("num_workers", workers)
-        if workers and not has_gil() and _may_be_threads(options):
+        if workers and not has_gil() and _can_be_threads(options):
             loader._replace("workers", "thread")
     if isinstance(options.prefetch_factor, Auto) and not options.is_plain:
         loader._replace("prefetch_factor", Auto(3))
     if isinstance(options.concurrency, Auto) and workers and options.reads_in_workers:
-        loader._replace("concurrency", Auto(_IN_WORKERS))
+        loader._replace("concurrency", Auto(_CONCURRENCY_IN_WORKERS))
 
 
 def _first_workers(options: Options) -> int:
-    asks = (
+    needs_workers = (
         options.persistent_workers
         or options.multiprocessing_context is not None
         or options.worker_init_fn is not None
@@ -72,17 +72,16 @@ def _first_workers(options: Options) -> int:
         or not isinstance(options.workers, str)
     )
     functions = options.transform, options.collate_fn
-    is_plain_code = any(
-        one not in _TORCHS and not is_async_function(one) for one in functions
-    )
+    custom = [each for each in functions if each not in _DEFAULT_FUNCTIONS]
+    needs_workers |= not all(map(is_async_function, custom))
     is_in_memory = type(options.dataset) is TensorDataset
-    if not asks and not is_plain_code and (options.reads_async or is_in_memory):
+    if not needs_workers and (options.reads_async or is_in_memory):
         return 0
-    return min(cores(), _FIRST_WORKERS)
+    return min(cores(), _MAX_FIRST_WORKERS)
 
 
-def _may_be_threads(options: Options) -> bool:
-    """Tell whether threads can do all that is asked of workers."""
+def _can_be_threads(options: Options) -> bool:
+    """Tell whether threads can do the work, as no argument needs processes."""
     asked = options.workers, options.fetch, options.on_timeout, options.rng
     if asked != ("process", "auto", "raise", None) or options.persistent_workers:
         return False
@@ -91,8 +90,8 @@ def _may_be_threads(options: Options) -> bool:
 
 
 def settle(loader: Any) -> None:
-    """Let the next iteration start with what earlier ones found out."""
-    for name in FIRST:
+    """Before an iteration, set the numbers that earlier iterations found best."""
+    for name in FIRST_VALUES:
         value = argument(loader, name)
         if isinstance(value, str):  # assigned by the user
             loader._replace(name, auto_number(name, value))

@@ -1,4 +1,4 @@
-"""The loader: torch's arguments, the iterators, epochs.
+"""The public ``DataLoader`` class: torch's arguments, iterators and state.
 
 It checks its arguments and delegates; it reads and schedules nothing itself.
 """
@@ -23,22 +23,22 @@ from aioloader._loader import arguments, auto, torch_compat
 from aioloader._loader.options import NAMES, Options, attributes_of, auto_number
 from aioloader._loader.runtime import Runtime
 from aioloader._loader.sampling import (
+    apply_shuffle,
     check_batches,
-    end_talk,
+    copy_keyed_order,
+    current_part,
+    end_rounds,
+    given_part,
     make_samplers,
-    own_order,
-    part_asked,
-    part_now,
     repeats_samples,
-    settle_shuffle,
-    tell_epoch,
+    set_epochs,
     warn_of_repeats,
 )
 from aioloader._loader.state import State, unsealed
 from aioloader._loader.torch_compat import Batch, TorchLoader, dataset_kind
 from aioloader._order.epoch import EpochNumbers, index_sampler_of
 from aioloader._order.ranks import WHOLE, Tail
-from aioloader._order.stream_states import mixed
+from aioloader._order.stream_states import mixture_counts
 from aioloader._pipeline.iterator import BatchIterator, IteratorCore, length_check
 from aioloader._pipeline.lifespan import MakeLifespan
 from aioloader._workers.rng import Rng
@@ -53,8 +53,8 @@ if TYPE_CHECKING:
     from aioloader._observe.verdict import Report
 
 
-class _Shown:
-    """An attribute that a subclass or its instances may replace; no property may."""
+class _Overridable:
+    """A computed attribute that users may, unlike a property, overwrite."""
 
     def __init__(self, get: Callable[[Any], int]) -> None:
         self._get = get
@@ -68,11 +68,11 @@ class _Shown:
 class DataLoader(TorchLoader[Batch]):
     """Load batches from a dataset, for ``async for`` and for ``for``.
 
-    A drop-in for ``torch.utils.data.DataLoader``: the same first seventeen arguments,
-    order and batches; in workers, random numbers follow ``rng``. Coroutine functions
-    (``async __getitem__``, ``__aiter__``, an async ``transform``) run on an event loop,
-    ``concurrency`` samples at a time and across batch boundaries; plain functions run
-    off it.
+    A drop-in replacement for ``torch.utils.data.DataLoader``: the first 17 arguments,
+    the order and the batches are the same; random numbers in workers follow ``rng``.
+    Coroutine functions (``async __getitem__``, ``__aiter__``, an async ``transform``)
+    run on an event loop, ``concurrency`` samples at a time and across batch boundaries.
+    Plain functions run off the loop.
 
     Example:
         >>> loader = DataLoader(list(range(6)), batch_size=4)
@@ -80,8 +80,8 @@ class DataLoader(TorchLoader[Batch]):
         [[0, 1, 2, 3], [4, 5]]
 
     Attributes:
-        epoch: The number of the epoch under way, from 0; else of the next one. It is
-            that of ``state_dict()``.
+        epoch: Number of the current epoch, from 0; between epochs, of the next one.
+            ``state_dict()`` saves it.
 
     Args:
         dataset: Map-style, iterable or async iterable; no base class is needed.
@@ -91,44 +91,44 @@ class DataLoader(TorchLoader[Batch]):
         batch_sampler: Yields lists of indices; excludes the three above and
             ``drop_last``.
         num_workers: Worker processes (or threads) that make batches. ``"auto"``: none
-            for tensors in memory or if all code is async, otherwise one per core at
-            first (at most 8); it changes between epochs as long as that helps, but not
-            with ``persistent_workers``. Refused where samples or random numbers depend
-            on it. On a Python without the GIL it chooses threads for a plain map-style
-            dataset, which they share.
+            for a ``TensorDataset`` or if all code is async, otherwise one per core (at
+            most 8) in the first epoch, then adjusted between epochs while that helps
+            (not with ``persistent_workers``). An error if samples or random numbers
+            would depend on it. On free-threaded Python, ``"auto"`` uses threads for a
+            plain map-style dataset, which they share.
         collate_fn: Turns a list of samples into a batch; may be async.
         pin_memory: Copy batches into page-locked memory.
         drop_last: Drop a short last batch.
-        timeout: Seconds to wait for a batch, from its request; 0: no limit.
+        timeout: Seconds to wait for a batch after its request; 0: no limit.
         worker_init_fn: Called in each worker with its number.
         multiprocessing_context: Start method of workers.
         generator: Source of the shuffle order and of ``base_seed``.
-        prefetch_factor: Limit on batches requested and not yet delivered, per worker
-            (without workers, in total, which torch refuses). ``None``: by kind of
-            dataset, see "Defaults" in the guide to workers. ``"auto"``: starts with
-            that, and grows as long as that helps.
+        prefetch_factor: Limit on batches in flight (requested, not yet delivered) per
+            worker, or in total without workers (an error in torch). ``None``: depends
+            on the dataset, see "Defaults" in the guide to workers. ``"auto"``: starts
+            there, and grows while that helps.
         persistent_workers: Keep workers between epochs.
         pin_memory_device: Deprecated, as in torch.
         in_order: Deliver batches in the sampler's order; otherwise as they complete.
-        snapshot_every_n_steps: Accepted for compatibility with torchdata: the loader
-            takes the state of a dataset or iterator after each batch.
-        transform: Turns a sample into another, before collating; may be async.
-        concurrency: Samples in flight on the loop, and threads that
-            ``asyncio.to_thread`` may use on the loader's own. ``"auto"``: 32 at first,
-            then as many as help, up to 1,024; in workers that read, 64. The logger
-            ``"aioloader"`` logs what ``"auto"`` changes, and why.
-        device: Where batches are delivered, such as ``"cuda:1"``, a local rank, a
+        snapshot_every_n_steps: Accepted for compatibility with torchdata, but unused:
+            the loader takes the state of a dataset or iterator after each batch.
+        transform: Applied to each sample before collating; may be async.
+        concurrency: Samples in flight on an event loop, and threads that
+            ``asyncio.to_thread`` may use on the loader's own loop. ``"auto"``: 32 at
+            first, then as many as help, up to 1,024; in workers that read, 64. The
+            logger ``"aioloader"`` logs what ``"auto"`` changes, and why.
+        device: Device of the delivered batches, such as ``"cuda:1"``, a local rank, a
             ``DeviceMesh`` of one dimension (this rank's device), or ``"auto"`` (the
-            accelerator, if there is one). Batches are moved ahead on a side stream and
-            delivered without making your thread wait. A ``Device`` also says how many
-            are moved ahead, which of their entries, and a transform to run there.
+            accelerator, if any). Batches are copied in advance on a side stream,
+            without blocking your thread. A ``Device`` also sets how many batches to
+            copy in advance, which entries, and a transform to run on the device.
         workers: ``"process"``, ``"thread"`` (for code that releases the GIL), a
             ``concurrent.futures.Executor``, or ``RayWorkers``.
         fetch: Where samples are read: ``"workers"``, ``"loader"`` (workers transform
             and collate), or ``"auto"``: the loader reads async iterables, workers
             read the rest.
-        rng: What random numbers depend on: the ``"batch"`` (with workers the default),
-            the ``"sample"``'s position in the epoch, or the ``"worker"``, as in torch.
+        rng: What seeds random numbers: the ``"batch"`` (the default with workers), the
+            ``"sample"``'s position in the epoch, or the ``"worker"``, as in torch.
             Without workers, the state of the global generators is restored afterwards.
         on_timeout: ``"raise"``, or ``"restart"`` the worker that delays the batch.
         loop: ``"thread"``: the loader's own loop in a private thread, which keeps
@@ -136,25 +136,25 @@ class DataLoader(TorchLoader[Batch]):
         on_error: ``"raise"``; ``"skip"`` a failed sample (its batch is smaller); a
             callable that maps a ``Failure`` to a replacement or ``SKIP``; or a
             ``Skip``, which limits how many may fail in an epoch.
-        retry: When to read a sample again.
-        rank: Which part of each global batch is delivered, of ``world_size`` parts;
-            ``"auto"``: from ``torch.distributed``, else RANK and WORLD_SIZE, at
-            ``iter``; or a ``DeviceMesh`` of one dimension, such as ``mesh["dp"]``:
-            ranks that differ in other dimensions only deliver the same batches. By
+        retry: When and how often to retry a failed read.
+        rank: Which of the ``world_size`` parts of each global batch to deliver.
+            ``"auto"``: from ``torch.distributed``, else from RANK and WORLD_SIZE, when
+            iteration starts. A ``DeviceMesh`` of one dimension, such as ``mesh["dp"]``:
+            ranks that differ only in other dimensions deliver the same batches. By
             default every rank gets all samples, as in torch.
         world_size: Number of ranks.
-        tail: What happens to a last global batch that cannot be split evenly:
-            ``"wrap"`` (the default): it is filled with samples from the beginning, as
-            in torch; ``"pad"``: the same, and each batch is a pair ``(batch, mask)``;
-            ``"drop"``; or ``"uneven"``. Streams of unknown length have no default.
-        lifespan: Maps the dataset to a context manager, plain or async: entered where
-            samples are read (once here, or in each worker process), left at the end.
-        prefetch_bytes: Limit on the bytes of batches requested and not yet delivered,
-            estimated from the largest recent one; one batch is always requested.
+        tail: How to handle a last global batch that cannot be split evenly. ``"wrap"``
+            (the default): fill it with samples from the beginning, as in torch;
+            ``"pad"``: the same, and each batch is a pair ``(batch, mask)``; ``"drop"``;
+            or ``"uneven"``. Streams of unknown length have no default.
+        lifespan: Returns a context manager, plain or async, for the dataset: entered
+            where samples are read (once here, or in each worker process).
+        prefetch_bytes: Limit on the bytes of batches in flight, estimated from the
+            largest recent batch; one batch is always requested.
 
     Raises:
-        ValueError: If arguments exclude each other, in torch's words.
-        TypeError: If one is of the wrong type.
+        ValueError: If a value is invalid, or arguments exclude each other.
+        TypeError: If an argument is of the wrong type.
     """
 
     dataset: Any
@@ -164,9 +164,9 @@ class DataLoader(TorchLoader[Batch]):
     collate_fn: Any
     prefetch_factor: int | None
     _live: Runtime
-    epoch: _Shown = _Shown(lambda loader: loader._live.epoch_number())
+    epoch: _Overridable = _Overridable(lambda loader: loader._live.epoch_number())
 
-    # The type of a batch: see `signature`. The first overload that matches wins.
+    # Overloads for the type of a batch, see `signature`. The first match wins.
     @overload
     def __init__(
         self,
@@ -312,16 +312,16 @@ class DataLoader(TorchLoader[Batch]):
         **unknown: Any,
     ) -> None:
         if unknown:
-            arguments.refuse(unknown)
+            arguments.refuse_unknown(unknown)
         if shuffle is not None:
-            dataset, shuffle = settle_shuffle(dataset, shuffle)
+            dataset, shuffle = apply_shuffle(dataset, shuffle)
         num_workers = arguments.count_workers(num_workers, workers)
         prefetch_factor = auto_number("prefetch_factor", prefetch_factor)
         concurrency = auto_number("concurrency", concurrency)
         if device is not None:
             device = found_here(device)
         arguments.check_each(locals())
-        self._hold(locals())
+        self._keep_arguments(locals())
         options = Options(attributes_of(self), WHOLE)
         arguments.check_together(options, shuffle)
         if options.chooses:
@@ -329,7 +329,7 @@ class DataLoader(TorchLoader[Batch]):
         if multiprocessing_context is not None:
             context = multiprocessing_context, self.num_workers, workers
             self.multiprocessing_context = arguments.context_of(*context)
-        given = self._given_part = part_asked(rank, world_size, tail, dataset)
+        given = self._given_part = given_part(rank, world_size, tail, dataset)
         if given is not None and given.has_peers:  # by a mesh
             self._replace("rank", given.rank)
             self._replace("world_size", given.world_size)
@@ -338,8 +338,8 @@ class DataLoader(TorchLoader[Batch]):
         self.sampler, self.batch_sampler, self.batch_size = made
         if collate_fn is None:
             name = "default_collate" if self._auto_collation else "default_convert"
-            found = getattr(torch_rules, name)  # a program may have replaced it
-            collate_fn = OURS.get(found, found)
+            default = getattr(torch_rules, name)  # a program may have replaced it
+            collate_fn = OURS.get(default, default)
         self.collate_fn = collate_fn
         self._dataset_kind = dataset_kind(dataset, options.kind)
         self._IterableDataset_len_called = None
@@ -347,17 +347,17 @@ class DataLoader(TorchLoader[Batch]):
             torch_compat.refuse_keyed(self)
         self._epochs = EpochNumbers(index_sampler_of(self.sampler, self.batch_sampler))
         self._live = Runtime(dataset, self._epochs)
-        # As checked: an iteration need not check what was not assigned meanwhile.
+        # Checked arguments; an iteration checks only those assigned later.
         options = self._live.options = Options(attributes_of(self), WHOLE)
         if self.num_workers:
             self._live.warm(options)
-        self.__initialized = True  # from here on ``__setattr__`` guards
+        self.__initialized = True  # ``__setattr__`` guards attributes from here on
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_live": self._live.loaded}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        own = own_order(state["sampler"], state["batch_sampler"])
+        own = copy_keyed_order(state["sampler"], state["batch_sampler"])
         self.__dict__.update(state, sampler=own[0], batch_sampler=own[1])
         self._epochs = self._epochs.copy(index_sampler_of(*own))
         self._live = Runtime(self.dataset, self._epochs, loaded=state["_live"])
@@ -372,11 +372,11 @@ class DataLoader(TorchLoader[Batch]):
     def _get_iterator(self) -> BatchIterator[Batch]:  # type: ignore[override]
         return self._iterate(is_async=False)
 
-    def _options(self, *, settles: bool = False) -> Options:
-        """Return the arguments as they are now, and what follows from them."""
+    def _options(self, *, fixes_ranks: bool = False) -> Options:
+        """Return the current arguments; an iteration ``fixes_ranks`` looked up now."""
         live = self._live
-        part = (None if settles else live.part) or part_now(self)
-        if settles:  # an iteration starts: it fixes the ranks that are looked up
+        part = (None if fixes_ranks else live.part) or current_part(self)
+        if fixes_ranks:
             if live.part not in {None, part}:
                 live.replace_workers()
             live.part = part
@@ -391,39 +391,35 @@ class DataLoader(TorchLoader[Batch]):
         return known
 
     def __len__(self) -> int:
-        """Return the number of batches of an epoch.
-
-        Raises:
-            TypeError: If the dataset or the sampler has no length.
-        """
+        """Return batches per epoch; TypeError if dataset or sampler has no length."""
         options = self._options()
-        length = options.length(part_now(self))
+        length = options.length(current_part(self))
         if options.kind is not Kind.MAP and not options.is_own_stream:
             self._IterableDataset_len_called = len(self.dataset)  # type: ignore[assignment]
         return length
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the number of the next epoch, here and in sampler and dataset.
+        """Set the number of the next epoch, also in the samplers and the dataset.
 
-        Workers that persist set it in their copies of the dataset, too.
+        Persistent workers set it in their copies of the dataset, too.
         """
         loaded = self._live.loaded
         if loaded is not None and loaded.epoch != epoch:
-            self._live.loaded = None  # another epoch is requested, from its start
+            self._live.loaded = None  # the requested epoch starts at its beginning
         self._epochs.choose(epoch)
-        tell_epoch((self.sampler, self.batch_sampler), self.dataset, epoch)
+        set_epochs((self.sampler, self.batch_sampler), self.dataset, epoch)
 
     def _iterate(self, *, is_async: bool) -> BatchIterator[Batch]:
-        """Return an iterator; worker processes start with it, as in torch."""
+        """Return a new iterator; worker processes may start now, as in torch."""
         live = self._live
         refuse_again(self.dataset, is_begun=live.epoch is not None)
-        options = self._options(settles=True)
+        options = self._options(fixes_ranks=True)
         if options.chooses:
             auto.settle(self)
             options = self._options()
         refuse_again(options.dataset, is_begun=False, readers=options.readers)
         if options.is_own_stream:
-            end_talk(options)  # or refuse
+            end_rounds(options)  # checks that ranks can agree on the end
             check_batches(options)
         epoch, seed = None, None if live.loaded is None else live.loaded.seed
         if seed is None:
@@ -441,36 +437,36 @@ class DataLoader(TorchLoader[Batch]):
         iterator: BatchIterator[Batch] = BatchIterator(
             steps, self.__len__, seed, is_async=is_async
         )
-        live.open[iterator] = None
+        live.open_iterators[iterator] = None
         if steps.prepared is not None:
             steps.prepared.open(requests=not is_async)
         return iterator
 
     def state_dict(self) -> State:
-        """Return the position after the last batch that was delivered.
+        """Return the position after the last delivered batch.
 
-        It is small, takes microseconds, and may be called at any time, from any
-        thread. It is ready for JSON if the states of the user's own parts are.
+        The state is small, takes microseconds, and may be requested at any time, from
+        any thread. It is ready for JSON if the states of your dataset and sampler are.
         """
         return self._live.state_dict(self._options)
 
     def load_state_dict(self, state: State, *, strict: bool = True) -> None:
-        """Let the next iteration start where ``state_dict`` was called.
+        """Make the next iteration resume from a saved state.
 
         Iterables without a state are read again up to there. An empty state is ignored.
 
         Args:
-            state: The state.
+            state: The state that ``state_dict`` returned.
             strict: Whether shards must have the same times or ETags as when it was
-                saved; if not (they are copies), only their lengths are compared.
+                saved. If not, only lengths are compared: for copies of shards.
 
         Raises:
-            StateMismatchError: If it does not fit this loader; says what differs.
+            StateMismatchError: If the state does not fit this loader; says why.
         """
         if state == {}:
             return
-        found, options = unsealed(state), self._options(settles=True)
-        self._live.load_state_dict(options, found, strict=strict)
+        loaded, options = unsealed(state), self._options(fixes_ranks=True)
+        self._live.load_state_dict(options, loaded, strict=strict)
 
     def stats(self) -> "LoaderStats":
         """Return the statistics of the latest epoch so far; ``print`` shows a table."""
@@ -479,8 +475,9 @@ class DataLoader(TorchLoader[Batch]):
         epoch, supervisors = self._live.epoch, self._live.pools.supervisors
         counters = Counters() if epoch is None else epoch.counters
         policy = None if epoch is None else epoch.policy
-        is_under_way = any(one.is_under_way() for one in self._live.iterators())
+        is_under_way = any(each.is_under_way() for each in self._live.iterators())
         shards, seconds = counters.listed_shards, counters.listed_seconds
+        sources = self._source_counts()
         return LoaderStats(
             epoch=counters.epoch,
             batches=counters.batches,
@@ -489,16 +486,16 @@ class DataLoader(TorchLoader[Batch]):
             failures=0 if policy is None else policy.count,
             worker_deaths=supervisors.deaths,
             worker_restarts=supervisors.restarts,
-            resumed_at=0 if epoch is None else epoch.bookmark.delivered(),
+            resumed_at=0 if epoch is None else epoch.start.delivered(),
             retries=0 if policy is None else policy.retries,
             batch_bytes=counters.bytes / max(1, counters.weighed),
             listed=Listed(shards, seconds) if shards else None,
             loop_lag=None if counters.lag is None else counters.lag(),
             device_bytes=counters.ahead_bytes() if is_under_way else 0,
-            sources={name: SourceStats(*one) for name, one in self._mixed().items()},
+            sources={name: SourceStats(*counts) for name, counts in sources.items()},
             iteration=counters.iteration,
             _records=counters.recorded(),
-            _setting=self._live.setting(),
+            _setting=self._live.settings(),
             _copies=list(counters.copies),
             _alone=[*counters.alone],
         )
@@ -506,36 +503,36 @@ class DataLoader(TorchLoader[Batch]):
     def report(self, *, ranks: str | None = None) -> "Report":
         """Return the bottleneck of training, and the one argument to change.
 
-        The report computes how fast the latest batches of the latest epoch, at most
-        256, would be with other arguments, and advises the one with the largest
+        The report computes how fast the latest batches of the latest epoch (at most
+        256) would be with other arguments, and recommends the change with the largest
         speed-up. Takes 0.05 to 0.3 s. ``print`` shows it.
 
         From the first call on, even before the first epoch, a thread looks for code
         that blocks an event loop that reads samples.
 
         Args:
-            ranks: Also says which rank waits longest for these batches, and which ranks
-                have not called this in the same epoch. A name for this loader, the same
-                on all ranks, such as ``"train"``. Numbers are exchanged through the
-                store of torch's process group; no rank waits for another.
+            ranks: A name for this loader, the same on all ranks, such as ``"train"``.
+                The report then also names the rank that waits longest for batches, and
+                ranks that have not called this in the same epoch. They exchange numbers
+                through the store of torch's process group; no rank waits for another.
         """
         from aioloader._observe import verdict
 
         stats, length = self.stats(), self._epoch_length()
-        self._live.ask()
+        self._live.watch_blocking()
         before = max(0, stats.epoch)
         setting = replace(stats._setting, length=length, epochs_before=before)
-        found = verdict.report(stats._records, setting, stats, stats._copies)
+        report = verdict.report(stats._records, setting, stats, stats._copies)
         if ranks is None:
-            return found
+            return report
         from aioloader._base.rank_store import slowest_rank
 
-        waited = sum(one.taken - one.asked for one in stats._records)
+        waited = sum(record.taken - record.asked for record in stats._records)
         slowest = slowest_rank(ranks, stats.epoch, waited, stats.recent)
-        return replace(found, remarks=found.remarks + slowest)
+        return replace(report, remarks=report.remarks + slowest)
 
     def report_html(self, path: str | os.PathLike[str]) -> None:
-        """Write ``stats()`` and ``report()`` as one page, with a diagram of the stages.
+        """Write ``stats()`` and ``report()`` to one page with a diagram of the stages.
 
         Args:
             path: The HTML file; it is self-contained and makes no requests.
@@ -547,9 +544,9 @@ class DataLoader(TorchLoader[Batch]):
     def trace(self, path: str | os.PathLike[str]) -> "Trace":
         """Return a context manager that records when and where batches are made.
 
-        Perfetto and Chrome's tracing open the file; ``aioloader.merge_traces`` joins it
-        with a trace of ``torch.profiler``, which has the same clock. For ``with`` and
-        ``async with``; a batch in the block costs 0.1 us.
+        Open the file in Perfetto or Chrome's tracing; ``aioloader.merge_traces`` merges
+        it with a trace of ``torch.profiler``, which has the same clock. For ``with``
+        and ``async with``; tracing costs 0.1 us per batch.
 
         Args:
             path: The JSON file; compressed if the name ends with ``".gz"``.
@@ -557,19 +554,19 @@ class DataLoader(TorchLoader[Batch]):
         from aioloader._observe.trace import Trace
 
         trace = Trace(path, self._live.traces)
-        self._live.show(trace)
+        self._live.follow(trace)
         return trace
 
-    def _mixed(self) -> dict[str, tuple[int, float]]:
-        """Return samples and passes of the sources of a mixture of streams."""
+    def _source_counts(self) -> dict[str, tuple[int, float]]:
+        """Return samples and passes by source, if the dataset mixes streams."""
         epoch, options = self._live.epoch, self._live.options
         if epoch is None or options is None or not options.is_own_stream:
             return {}
-        states = epoch.progress.bookmark().states.values()
-        return mixed(one["dataset"] for one in states if "dataset" in one)
+        states = epoch.progress.position().states.values()
+        return mixture_counts(s["dataset"] for s in states if "dataset" in s)
 
     def _epoch_length(self) -> int:
-        """Return how many batches the latest epoch has; so far, if it has no length."""
+        """Return batches of the latest epoch: all, or those so far without a length."""
         epoch, options = self._live.epoch, self._live.options
         if epoch is None or options is None:
             return 0
@@ -581,7 +578,7 @@ class DataLoader(TorchLoader[Batch]):
 
     @property
     def skipped(self) -> tuple[Failure, ...]:
-        """The latest failed samples of the latest epoch, at most 1,000."""
+        """The latest failed samples (at most 1,000) of the latest epoch."""
         policy = None if self._live.epoch is None else self._live.epoch.policy
         return () if policy is None else tuple(policy.latest)
 
@@ -590,7 +587,7 @@ class DataLoader(TorchLoader[Batch]):
         return (
             f"DataLoader({dataset}, batch_size={self.batch_size}, "
             f"num_workers={self.num_workers}, epoch={self._epochs.next}, "
-            f"open={len(self._live.open)})"
+            f"open={len(self._live.open_iterators)})"
         )
 
     def __enter__(self) -> "DataLoader[Batch]":
@@ -610,14 +607,13 @@ class DataLoader(TorchLoader[Batch]):
             await self.aclose()
 
     def close(self) -> None:
-        """End all iterations and release what they hold; wait for it, bounded.
+        """End all iterations and release their resources; the wait is bounded.
 
-        All are dismissed first, then waited for; errors are raised afterwards. A loop
-        of another thread or task ends as at the end of its epoch; ``state_dict`` tells
-        where.
+        A loop in another thread or task ends as if its epoch were over; ``state_dict``
+        returns its position. Errors are raised once all iterations have ended.
         """
         self._live.close()
 
     async def aclose(self) -> None:
-        """End all iterations and release what they hold, without blocking the loop."""
+        """End all iterations and release their resources, without blocking the loop."""
         await self._live.aclose()

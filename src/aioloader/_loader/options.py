@@ -1,8 +1,7 @@
-"""The arguments of a loader, frozen for an iteration, and what follows from them.
+"""The arguments of a loader, frozen for an iteration, and values derived from them.
 
-Copied from the loader's attributes when an iterator is made: a later assignment takes
-effect with the next iteration. Derived values are computed once and kept until an
-argument is replaced.
+They are copied from the loader's attributes when an iterator is made: a later
+assignment takes effect with the next iteration.
 """
 
 import multiprocessing
@@ -44,22 +43,22 @@ from aioloader.protocols import (
     reads_async,
 )
 
-_OF_LISTS = (list.__getitem__, tuple.__getitem__)
-# Arguments whose number the loader may choose, and their first values.
-FIRST = {"num_workers": 1, "prefetch_factor": 2, "concurrency": 32}
+_LIST_GETTERS = (list.__getitem__, tuple.__getitem__)
+# Arguments that may be "auto", and their first values.
+FIRST_VALUES = {"num_workers": 1, "prefetch_factor": 2, "concurrency": 32}
 
 
 class Auto(int):
-    """The present value of a number that the loader chooses for ``"auto"``."""
+    """The current value of an argument that is ``"auto"``."""
 
     def __repr__(self) -> str:
         return f"auto({int(self)})"
 
 
 def auto_number(name: str, value: Any) -> Any:
-    """Return a number for the loader to choose, in place of ``"auto"``."""
+    """Return the first ``Auto`` number for ``"auto"``, or else the value."""
     is_auto = isinstance(value, str) and value == "auto"
-    return Auto(FIRST[name]) if is_auto else value
+    return Auto(FIRST_VALUES[name]) if is_auto else value
 
 
 class AddedArguments:
@@ -87,21 +86,19 @@ class Options(AddedArguments):
     """The arguments of ``DataLoader``, under their names.
 
     Attributes:
-        values: All of them, in the order of ``NAMES``.
+        values: All arguments, in the order of ``NAMES``.
         part: The part of each batch that this rank delivers.
-        chooses: Whether the loader chooses a number, for ``"auto"``.
-        follows_concurrency: Whether the number of batches in flight follows from that
-            of samples, as no number is given.
-        on_failure: What happens to a failed sample.
-        at_most: How many may fail.
-        kind: How samples leave the dataset.
+        chooses: Whether a number is ``"auto"``.
+        follows_concurrency: Whether the number of batches in flight follows from
+            ``concurrency``, as ``prefetch_factor`` is not given.
+        on_failure: What to do with a failed sample.
+        at_most: How many samples may fail.
+        kind: How samples are read from the dataset.
         is_own_stream: Whether it is one of aioloader's streams, which know about ranks.
-        is_list: Whether it is a list or a tuple.
+        is_list: Whether the dataset is a list or a tuple.
         reads_async: Whether a coroutine reads samples.
-        transforms_async: Whether the transform is async.
-        collates_async: Whether ``collate_fn`` is async.
-        is_plain: Whether nothing of the user's is async.
-        batched: Whether samples are gathered into batches.
+        is_plain: Whether none of the user's functions is async.
+        batched: Whether samples are collated into batches.
         has_processes: Whether worker processes make batches.
         patience: How many seconds a consumer waits for a batch, or None.
         is_keyed: Whether generators are seeded for each batch; by default with workers.
@@ -130,13 +127,13 @@ class Options(AddedArguments):
         self.part = part
         numbers = self.num_workers, self.prefetch_factor, self.concurrency
         is_limit = 0 < self.timeout < threading.TIMEOUT_MAX
-        self.chooses = any(isinstance(one, (Auto, str)) for one in numbers)
+        self.chooses = any(isinstance(number, (Auto, str)) for number in numbers)
         factor = self.prefetch_factor
         self.follows_concurrency = factor is None or isinstance(factor, Auto)
         self.on_failure, self.at_most = parts_of(self.on_error)
         self.kind = kind = kind_of(self.dataset)
         self.is_own_stream = isinstance(self.dataset, OwnStream)
-        self.is_list = getattr(type(self.dataset), "__getitem__", None) in _OF_LISTS
+        self.is_list = getattr(type(self.dataset), "__getitem__", None) in _LIST_GETTERS
         is_async = kind is Kind.MAP and reads_async(self.dataset)
         self.reads_async = kind is Kind.ASYNC_ITERABLE or is_async
         self.transforms_async = is_async_function(self.transform)
@@ -158,8 +155,8 @@ class Options(AddedArguments):
     def reads_in_workers(self) -> bool:
         """Whether workers read samples themselves.
 
-        Processes read everything but async iterables; threads and executors read plain
-        map-style datasets, Ray's actors all map-style ones.
+        With ``fetch="auto"``, processes read all but async iterables, threads and
+        executors plain map-style datasets, and Ray's actors all map-style ones.
         """
         if self.fetch != "auto":
             return self.fetch == "workers"
@@ -170,26 +167,26 @@ class Options(AddedArguments):
 
     @property
     def pool_reads(self) -> bool | None:
-        """Whether the workers read; None if there are none, or all runs on the loop."""
+        """Whether the pool's workers read samples; None if no pool is needed."""
         reads = self.reads_in_workers
         is_idle = not self.num_workers or (not reads and self.collates_async)
         return None if is_idle else reads
 
     @cached_property
     def readers(self) -> int:
-        """How many readers the batches come from, in turn."""
+        """The number of readers (workers with parts of an iterable) that take turns."""
         is_replicated = self.kind is not Kind.MAP and self.reads_in_workers
         return max(1, self.num_workers) if is_replicated else 1
 
     def outline(self, part: RankPart | None = None) -> Outline:
-        """Return what is known of one of our streams, as this rank reads it."""
+        """Return the outline of an aioloader stream, as this rank reads it."""
         part = part or self.part
         ranks = None if self.rank is None else (part.rank, part.world_size)
         outline: Outline = self.dataset.outline(ranks)
         return outline
 
     def for_epoch(self, stream: OwnStream) -> OwnStream:
-        """Return the part of one of our streams that this rank reads in an epoch."""
+        """Return the part of an aioloader stream that this rank reads in an epoch."""
         part, is_skipped = self.part, self.on_failure == "skip"
         ranks = None if self.rank is None else (part.rank, part.world_size)
         tail, has_peers = self.tail or "wrap", part.has_peers
@@ -202,7 +199,7 @@ class Options(AddedArguments):
 
     @property
     def engine(self) -> tuple[str, ...]:
-        """The modules that make batches other than in the plainest ``for``."""
+        """Modules to import before batches are made, unless the loader ``is_bare``."""
         names = ["aioloader._loader.sources"]
         if self.has_processes:
             names.append("aioloader._workers.process.pool")
@@ -212,9 +209,9 @@ class Options(AddedArguments):
 
     @property
     def start_method(self) -> str:
-        """How worker processes start; the default may change at any time.
+        """The start method of worker processes; "spawn" where forking is unsupported.
 
-        By "spawn" where they cannot be forked as here.
+        Not cached: the program may change its default at any time.
         """
         context = self.multiprocessing_context
         if lack_of_linux():
@@ -231,28 +228,28 @@ class Options(AddedArguments):
     def starts_at_iter(self, *, is_async: bool) -> bool:
         """Tell whether ``iter()`` starts worker processes, as in torch.
 
-        Forking cannot be postponed, nor done in another thread. Other start methods
-        would block the event loop of an async consumer.
+        A fork must happen now and in this thread. Other start methods would block the
+        event loop of an async consumer, so they wait for its first step.
         """
         return not is_async or self.start_method == "fork"
 
     @property
     def pins(self) -> bool:
-        """Whether batches are page-locked and stay on the CPU; torch's warnings."""
+        """Whether batches are pinned and stay on the CPU; warns as torch does."""
         is_wanted = self.pin_memory and self.target.name is None
         return is_wanted and _can_pin(self.pin_memory_device)
 
     @cached_property
     def target(self) -> Device[Any]:
-        """Where batches are moved, and how; without a name: to host memory."""
-        found = self.device if isinstance(self.device, Device) else Device(self.device)
-        if found.name is None or isinstance(found.name, torch.device):
-            return found
-        return replace(found, name=device_of(found.name))  # assigned to the loader
+        """The device to move batches to; without a name they stay in CPU memory."""
+        target = self.device if isinstance(self.device, Device) else Device(self.device)
+        if target.name is None or isinstance(target.name, torch.device):
+            return target
+        return replace(target, name=device_of(target.name))  # assigned to the loader
 
     @cached_property
     def is_moved(self) -> bool:
-        """Whether a stage for the device follows the pipeline."""
+        """Whether a device stage follows the pipeline."""
         if self.device is None:
             return False
         return self.target.name is not None or self.target.transform is not None
@@ -265,7 +262,7 @@ class Options(AddedArguments):
 
     @property
     def gathered(self) -> tuple[torch.Tensor, ...] | None:
-        """The tensors whose batches can be gathered by index, as they are now."""
+        """The tensors of a dataset whose batches can be gathered by index, or None."""
         is_more = (
             self.num_workers
             or self.pin_memory
@@ -279,7 +276,7 @@ class Options(AddedArguments):
 
     @cached_property
     def is_bare(self) -> bool:
-        """Whether making a batch is only reading samples and collating them."""
+        """Whether a plain ``for`` only reads and collates samples."""
         is_more = (
             self.transform is not None
             or self.retry is not None
@@ -294,9 +291,9 @@ class Options(AddedArguments):
         return self.is_inline and is_map and is_one_by_one and not is_more
 
     def is_at_hand(self, order: Order) -> bool:
-        """Tell whether batches of a list are small, as its first and last samples are.
+        """Tell whether a list's batches are cheaper to collate than to pass on.
 
-        To collate one takes less time than to pass it on, and runs no user code.
+        Judged by the first and the last sample; collating them runs no user code.
         """
         size, is_any = order.size or 1, self.batched and order.size == 1
         if is_any or not (self.is_bare and isinstance(order, IndexOrder)):
@@ -322,14 +319,14 @@ class Options(AddedArguments):
 
     @cached_property
     def order_of(self) -> Callable[[State | None], Order]:
-        """The function that returns the order of an epoch: a new or a saved one."""
+        """The function that returns an epoch's order: new, or restored from a state."""
         if self.kind is Kind.MAP:
             return partial(order_of, self.sampler, self.batch_sampler, self.part)
         size, part = self.batch_size, self.part  # a closure over self would be a cycle
         return lambda _saved: Order(size, part)
 
     def length(self, part: RankPart | None = None) -> int:
-        """Return the number of batches of an epoch, for this rank."""
+        """Return the number of batches per epoch on this rank."""
         part, batches = part or self.part, self.batch_sampler
         if self.is_own_stream:
             return self._stream_length(part)
@@ -337,16 +334,16 @@ class Options(AddedArguments):
             size, drop_last = self.batch_size or 1, self.drop_last
             return part.batches(len(self.dataset), size, drop_last=drop_last)
         sampler, size, drop_last = self.index_sampler, 1, False
-        found = len(sampler)
+        count = len(sampler)
         if batches is not None and sampler is not batches:
             size, drop_last = batches.batch_size, batches.drop_last
-        return part.batches(found, size, drop_last=drop_last)
+        return part.batches(count, size, drop_last=drop_last)
 
     @property
     def samples(self) -> int | None:
-        """How many samples of a map-style dataset this rank gets, if that is known.
+        """Samples of a map-style dataset on this rank; None if unknown or not needed.
 
-        It is looked up only if a share of them may fail.
+        They are needed if a fraction of the samples may fail.
         """
         is_share = isinstance(self.at_most, float) and self.kind is Kind.MAP
         if is_share and self.global_batch_size is not None:
@@ -355,25 +352,25 @@ class Options(AddedArguments):
         return None
 
     def _stream_length(self, part: RankPart) -> int:
-        """Return the number of batches that the readers of this rank make."""
+        """Return the number of batches of a stream that this rank's readers make."""
         outline, workers = self.outline(part), self.readers
         rank, world_size = outline.ranks or (0, 1)
         if outline.total is None:
-            len(self.dataset)  # raises the TypeError for what has no length
+            len(self.dataset)  # raises the TypeError
         ranks = world_size * workers
         tail = "uneven" if world_size == 1 else self.tail or "wrap"
         count, size = evened(outline.total or 0, ranks, tail), self.batch_size or 1
-        parts = [
-            ReaderAssignment(rank * workers + one, ranks, ranks).part(count)
-            for one in range(workers)
+        counts = [
+            ReaderAssignment(rank * workers + worker, ranks, ranks).part(count)
+            for worker in range(workers)
         ]
-        return sum(one // size if self.drop_last else -(-one // size) for one in parts)
+        return sum(n // size if self.drop_last else -(-n // size) for n in counts)
 
 
 def suits(workers: Any, dataset: Any, *functions: Any) -> bool:
-    """Tell whether workers other than our processes can do all the work.
+    """Tell whether threads, executors or Ray's actors can read, transform and collate.
 
-    None of them reads streams; threads and executors run only plain code.
+    None of them reads iterables; threads and executors run only plain code.
     """
     if kind_of(dataset) is not Kind.MAP or isinstance(workers, RayWorkers):
         return kind_of(dataset) is Kind.MAP
@@ -401,23 +398,23 @@ def _can_pin(pin_memory_device: str) -> bool:
     return accelerator is not None and accelerator.type != "mps"
 
 
-TORCHS = tuple(Options.__annotations__)
-ADDED = tuple(AddedArguments.__annotations__)
-NAMES = TORCHS + ADDED
-_torchs_of = operator.attrgetter(*TORCHS)
-_added_of = operator.attrgetter(*ADDED)
+TORCH_NAMES = tuple(Options.__annotations__)
+ADDED_NAMES = tuple(AddedArguments.__annotations__)
+NAMES = TORCH_NAMES + ADDED_NAMES
+_torch_args = operator.attrgetter(*TORCH_NAMES)
+_added_args = operator.attrgetter(*ADDED_NAMES)
 
 
 def attributes_of(loader: Any) -> tuple[Any, ...]:
     """Return the arguments of a loader as they are now."""
-    values: tuple[Any, ...] = _torchs_of(loader) + _added_of(loader._own or loader)
+    values: tuple[Any, ...] = _torch_args(loader) + _added_args(loader._own or loader)
     if loader._has_own_order and vars(loader).get("_DataLoader__initialized"):
         return _reordered(loader, dict(zip(NAMES, values, strict=True)))
     return values
 
 
 def _reordered(loader: Any, values: dict[str, Any]) -> tuple[Any, ...]:
-    """Return arguments with the order of a subclass that overrides torch's names."""
+    """Replace the samplers by those of a subclass that overrides torch's names."""
     order = loader._index_sampler
     is_own = not any(order is values[name] for name in ("sampler", "batch_sampler"))
     if is_own and kind_of(loader.dataset) is not Kind.MAP:
@@ -433,5 +430,5 @@ def _reordered(loader: Any, values: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def argument(loader: Any, name: str) -> Any:
-    """Return one argument of a loader; see ``_hold`` for those of subclasses."""
-    return getattr(loader if name in TORCHS else loader._own or loader, name)
+    """Return one argument of a loader; ``_keep_arguments`` tells where it is kept."""
+    return getattr(loader if name in TORCH_NAMES else loader._own or loader, name)

@@ -1,4 +1,4 @@
-"""What a loader has in its own process: its epochs, and what they share."""
+"""A loader's objects in one process: epochs, workers, runners, and loaded states."""
 
 import copy
 import logging
@@ -21,14 +21,14 @@ from aioloader._loader.sampling import draw_base_seed, seed_pipe
 from aioloader._loader.state import (
     LoaderState,
     State,
-    continued,
-    loaded_again,
-    note_first,
+    pending_state,
+    record_first_states,
     restore,
     restore_sampler,
     start_of,
     state_of,
-    warn_of_what_is_lost,
+    stream_start,
+    warn_of_inexact_resume,
 )
 from aioloader._order.epoch import BEGINNING, Epoch, EpochNumbers
 from aioloader._order.indices import set_epoch
@@ -54,7 +54,7 @@ _LOG = logging.getLogger("aioloader")
 
 
 class Runtime:
-    """What a loader has in its own process and never copies."""
+    """A loader's objects in its own process; pickling and copying leave them out."""
 
     def __init__(
         self, dataset: Any, numbers: EpochNumbers, loaded: LoaderState | None = None
@@ -65,28 +65,27 @@ class Runtime:
         self.slots = SlotPool()
         self.accelerators: dict[torch.device, Accelerator] = {}
         self.traces: list[Trace] = []
-        self.is_reported = False  # whether ``report()`` was called
-        self.open: weakref.WeakKeyDictionary[BatchIterator[Any], None]
-        self.open = weakref.WeakKeyDictionary()
+        self.is_reported = False  # ``report()`` was called
+        self.open_iterators: weakref.WeakKeyDictionary[BatchIterator[Any], None]
+        self.open_iterators = weakref.WeakKeyDictionary()
         self.numbers = numbers
-        self.loaded = loaded
+        self.loaded = loaded  # a state that no iteration has resumed from yet
         self.options: Options | None = None  # the latest
         self.part: RankPart | None = None  # of the latest iteration
         self.epoch: Epoch | None = None  # the latest that has started
         self._latest_drawn: weakref.ref[Epoch] | None = None
-        self._base_seed: int | None = None  # of workers that persist
+        self._base_seed: int | None = None  # of persistent workers
         self._claim: weakref.ref[IteratorCore] | None = None
         self._lock = fork_safe(threading.Lock())
-        self._hosts: Runners | None = None
+        self._runners: Runners | None = None
         self._pools: Pools | None = None
 
-    # Where batches are made, and by whom; a plain ``for`` needs neither.
-    @property
+    @property  # made when needed, like ``pools``: a plain ``for`` needs neither
     def runners(self) -> Runners:
         with self._lock:
-            if self._hosts is None:
-                self._hosts = Runners(self._dataset)
-            return self._hosts
+            if self._runners is None:
+                self._runners = Runners(self._dataset)
+            return self._runners
 
     @property
     def pools(self) -> Pools:
@@ -96,12 +95,12 @@ class Runtime:
             return self._pools
 
     def has_kept(self) -> bool:
-        """Tell whether workers of an earlier iteration persist."""
+        """Tell whether persistent workers of an earlier iteration are kept."""
         return self._pools is not None and self._pools.has_kept()
 
     @cached_property
     def cores(self) -> int:
-        """How many cores this process may use, when first needed."""
+        """CPU cores that this process may use, counted when first needed."""
         return machine.cores()
 
     @cached_property
@@ -111,7 +110,7 @@ class Runtime:
         return Tuning()
 
     def draw(self, options: Options, saved: LoaderState | None) -> Epoch:
-        """Draw when torch draws, so that the generators stay in step with torch's."""
+        """Draw an epoch's base seed and order, from the same generators as torch."""
         if saved is not None:
             restore_sampler(options, saved)
         order, pipe = options.order_of(None), options.dataset
@@ -119,8 +118,7 @@ class Runtime:
         if isinstance(pipe, IterDataPipe):
             seed_pipe(pipe, generator)
         is_kept = options.persistent_workers and self.has_kept()
-        if self._base_seed is None or not is_kept:
-            # Persistent workers keep theirs, as in torch.
+        if self._base_seed is None or not is_kept:  # persistent workers keep theirs
             self._base_seed = draw_base_seed(generator)
             if options.num_workers:  # with workers torch calls iter(sampler) twice
                 order = options.order_of(None)
@@ -139,20 +137,21 @@ class Runtime:
         *,
         is_async: bool,
     ) -> Feed:
-        """Make the feed of one iteration; it takes effect with ``begin``.
+        """Make the feed of one iteration; ``begin`` then starts it.
 
-        An epoch was ``drawn`` for it unless a state was loaded, which ``claim`` claims.
+        Its epoch was ``drawn``, or it resumes from a loaded state, which ``claim`` then
+        holds: only one iteration resumes from a state.
         """
         epoch: Epoch | None = None
         try:
             while True:
-                saved, epoch = self._saved(claim), drawn
+                saved, epoch = self._state_to_resume(claim), drawn
                 if saved is not None and saved.seed is not None:
                     epoch = Epoch(saved.seed, options.order_of(saved.order))
                 elif epoch is None or (saved and epoch.saved is not saved):
                     epoch = self.draw(options, saved)
                 epoch.saved = saved
-                if saved is None or self._claims(epoch, claim):
+                if saved is None or self._claim_state(epoch, claim):
                     break  # otherwise another thread resumes from the state
             if saved is None:
                 self.numbers.reserve(epoch)
@@ -161,7 +160,7 @@ class Runtime:
             if not (is_bare or (options.is_list and options.is_at_hand(epoch.order))):
                 from aioloader._loader.sources import make_source
 
-                # Kept at once: an interrupt may come before the caller has it.
+                # Stored here: an interrupt may come before the caller has it.
                 feed = make_source(options, epoch, self, is_async=is_async)
                 claim.prepared = feed
                 return feed
@@ -174,40 +173,40 @@ class Runtime:
             claim.is_held = False
             raise raisable(error, "user code")  # noqa: B904  (it keeps its cause)
 
-    def _claims(self, epoch: Epoch, claim: "IteratorCore") -> bool:
-        """Claim the state of an epoch, and number it; False if another thread has."""
+    def _claim_state(self, epoch: Epoch, claim: "IteratorCore") -> bool:
+        """Claim an epoch's state and number it; False if another thread was faster."""
         with self._lock:
-            is_free = self._saved(claim) is epoch.saved
+            is_free = self._state_to_resume(claim) is epoch.saved
             if is_free:
                 self._claim, claim.is_held = weakref.ref(claim), True
                 self.numbers.reserve(epoch)
         return is_free
 
     def _begin(self, options: Options, epoch: Epoch) -> None:
-        """Begin an epoch: where its state was saved, or after the latest one."""
+        """Begin an epoch where its state was saved, or after the latest epoch."""
         outline = options.outline() if options.is_own_stream else None
         saved, start, before, number = epoch.saved, BEGINNING, self.epoch, None
         if saved is not None:
             self._base_seed = epoch.base_seed
             if self._pools is not None:
-                self._pools.drop()  # as in torchdata, workers start from the state
+                self._pools.drop()  # new workers start from the state, as in torchdata
             start, before = start_of(options, saved), None
             number = saved.dataset_epoch if start.delivered() else None
         elif outline is not None:
-            start = continued(options, outline, before, epoch.number)
+            start = stream_start(options, outline, before, epoch.number)
         epoch.begin(start, readers=options.readers, in_order=options.in_order)
         epoch.dataset_epoch = set_epoch(options.dataset, number)
         refuse_again(options.dataset, is_begun=self.epoch is not None)
         if saved is not None:
-            warn_of_what_is_lost(options, epoch, outline)
+            warn_of_inexact_resume(options, epoch, outline)
         if options.is_stateful or options.kind is not Kind.MAP:
             is_kept = options.persistent_workers and self.has_kept()
-            note_first(options, epoch, before, is_kept=is_kept)
+            record_first_states(options, epoch, before, is_kept=is_kept)
 
-    def _saved(self, claim: "IteratorCore") -> LoaderState | None:
-        """Return the state that an iteration with this claim resumes from."""
-        other = None if self._claim is None else self._claim()
-        if other is not None and other is not claim and other.is_held:
+    def _state_to_resume(self, claim: "IteratorCore") -> LoaderState | None:
+        """Return the state that an iteration resumes from, if no other holds it."""
+        holder = None if self._claim is None else self._claim()
+        if holder is not None and holder is not claim and holder.is_held:
             return None
         saved, latest = self.loaded, self.epoch
         if saved is None and latest is not None and latest.saved is not None:
@@ -215,71 +214,71 @@ class Runtime:
         return saved
 
     def begin(self, feed: Feed) -> None:
-        """Start a prepared iteration: its epoch is now the latest."""
+        """Make the epoch of a prepared iteration the latest one."""
         epoch = feed.epoch
         self.numbers.begin(epoch)
         self.epoch = epoch
         epoch.counters.is_asked = self.is_reported or _LOG.isEnabledFor(logging.DEBUG)
         for trace in self.traces:
-            self._show(trace, epoch.counters)
-        if self.loaded is epoch.saved:  # no other was loaded meanwhile
+            self._follow(trace, epoch.counters)
+        if self.loaded is epoch.saved:  # no other state was loaded meanwhile
             self.loaded = None
 
-    def show(self, trace: "Trace") -> None:
-        """Let a trace follow the latest iteration, and others under way."""
+    def follow(self, trace: "Trace") -> None:
+        """Let a trace follow the latest iteration and all that are under way."""
         latest = None if self.epoch is None else self.epoch.counters
         for iterator in self.iterators():
             counters = iterator.counters
             if counters and counters is not latest and iterator.is_under_way():
-                self._show(trace, counters)
+                self._follow(trace, counters)
         if latest is not None:
-            self._show(trace, latest)
+            self._follow(trace, latest)
 
-    def _show(self, trace: "Trace", counters: Counters) -> None:
+    def _follow(self, trace: "Trace", counters: Counters) -> None:
         counters.is_asked = True
-        trace.follow(counters, self._whole(counters))
+        trace.follow(counters, self._settings_of(counters))
 
-    def ask(self) -> None:
-        """Look for code that blocks the loop, from now on."""
+    def watch_blocking(self) -> None:
+        """From now on, look for code that blocks the event loop."""
         self.is_reported = True
         for iterator in self.iterators():
             if iterator.counters:
                 iterator.counters.is_asked = True
 
-    def setting(self) -> RecordedSettings:
-        """Return how the loader is set up for the latest epoch, as it is tuned now."""
+    def settings(self) -> RecordedSettings:
+        """Return the settings of the latest epoch, with the numbers as tuned now."""
         if self.epoch is None:
             return RecordedSettings("inline", cores=self.cores)
-        return self._whole(self.epoch.counters)
+        return self._settings_of(self.epoch.counters)
 
-    def _whole(self, counters: Counters) -> RecordedSettings:
+    def _settings_of(self, counters: Counters) -> RecordedSettings:
         if counters.setting is None:
-            from aioloader._loader.sources import inline_setting
+            from aioloader._loader.sources import inline_settings
 
             assert self.options is not None
             assert self.epoch is not None
-            inline = partial(inline_setting, self.options, self.epoch)
+            inline = partial(inline_settings, self.options, self.epoch)
             counters.setting = (counters.describe or inline)()
         setting = self.tuning.tuned(counters.setting)
         return replace(setting, cores=self.cores, used=counters.used())
 
     def iterators(self) -> "list[BatchIterator[Any]]":
         """Return the iterators that still exist; other threads may make more."""
-        found = [reference() for reference in self.open.keyrefs()]
-        return [iterator for iterator in found if iterator is not None]
+        iterators = [reference() for reference in self.open_iterators.keyrefs()]
+        return [iterator for iterator in iterators if iterator is not None]
 
     def epoch_number(self) -> int:
-        """Return the number of the epoch under way, or else of the next one."""
+        """Return the number of the current epoch, or between epochs of the next one."""
         if self.loaded is not None:
             return self.loaded.epoch
-        epoch = self._newer() or self.epoch
+        epoch = self._next_epoch() or self.epoch
         is_next = epoch is None or epoch.progress.is_over or epoch.number < 0
         return self.numbers.next if is_next or epoch is None else epoch.number
 
-    def _newer(self) -> Epoch | None:
-        """Return the epoch of the latest iterator, if it is next.
+    def _next_epoch(self) -> Epoch | None:
+        """Return the epoch of the latest iterator, if it has not started.
 
-        That is one that has not started, while no iteration continues the epoch before.
+        None while an iteration of the epoch before is under way.
         """
         epoch = self.epoch
         if epoch is not None and not epoch.progress.is_over:
@@ -289,19 +288,19 @@ class Runtime:
         return self.numbers.latest_reserved() or self.drawn()
 
     def drawn(self) -> Epoch | None:
-        """Return the epoch of the latest iterator, if it has not started."""
+        """Return the epoch drawn latest, if it has not started."""
         epoch = None if self._latest_drawn is None else self._latest_drawn()
         return epoch if epoch is not None and epoch.number < 0 else None
 
     def warm(self, options: Options) -> None:
-        """Start the fork server early, if there is one: it takes long."""
+        """Start the fork server early, if workers need it: it starts slowly."""
         if options.has_processes and options.start_method == "forkserver":
             from aioloader._workers.process.fork_server import warm_fork_server
 
             warm_fork_server()
 
     def replace_workers(self) -> None:
-        """End kept workers: they serve other ranks."""
+        """End the persistent workers, which were started for other ranks."""
         if self._pools is not None:
             self._pools.close()
 
@@ -314,10 +313,10 @@ class Runtime:
         if loaded is not None:
             drawn = self.drawn()
             drawn = drawn if drawn and drawn.saved is loaded else None
-            return loaded_again(now, loaded, drawn)
+            return pending_state(now, loaded, drawn)
         kept = self._base_seed if self.has_kept() else None
         parts = now, self.numbers, self.epoch
-        return state_of(*parts, newer=self._newer(), kept=kept)
+        return state_of(*parts, newer=self._next_epoch(), kept=kept)
 
     def load_state_dict(
         self, options: Options, state: LoaderState, *, strict: bool
@@ -338,11 +337,11 @@ class Runtime:
 
     def close(self) -> None:
         iterators = self._dismissed()
-        with ExitStack() as stack:  # in reverse order, whatever is raised
+        with ExitStack() as stack:  # runs all in reverse order, even if some raise
             if self._pools is not None:
                 stack.callback(self._pools.close)
-            if self._hosts is not None:
-                stack.callback(self._hosts.release)
+            if self._runners is not None:
+                stack.callback(self._runners.release)
             for iterator in iterators:
                 stack.callback(iterator.close)
 
@@ -351,8 +350,8 @@ class Runtime:
         async with AsyncExitStack() as stack:
             if self._pools is not None:
                 stack.push_async_callback(self._pools.aclose)
-            if self._hosts is not None:
-                stack.push_async_callback(self._hosts.release_async)
+            if self._runners is not None:
+                stack.push_async_callback(self._runners.release_async)
             for iterator in iterators:
                 stack.push_async_callback(iterator.aclose)
 

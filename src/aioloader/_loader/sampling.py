@@ -1,9 +1,8 @@
-"""Which samples a loader delivers: samplers for torch's arguments, and ranks' shares.
+"""Samplers for a loader's arguments, and each rank's part of the batches.
 
-Like torch, a loader delivers everything unless it is given a ``rank``. ``"auto"`` is
-looked up when an iteration starts: the process group may be made after the loader. Of a
-``DeviceMesh`` only the numbers are kept.
-Nothing here talks to other ranks.
+Without ``rank``, a loader delivers all samples, as torch's does. ``"auto"`` is looked
+up when an iteration starts: the process group may be initialized after the loader is
+made. Nothing here communicates with other ranks.
 """
 
 import copy
@@ -37,12 +36,12 @@ from aioloader._order.ranks import WHOLE, RankPart, Tail
 from aioloader.protocols import Kind, OwnStream, set_epoch_of
 
 
-def part_asked(rank: Any, world_size: Any, tail: Any, dataset: Any) -> RankPart | None:
-    """Return the part that a loader's arguments give, or None.
+def given_part(rank: Any, world_size: Any, tail: Any, dataset: Any) -> RankPart | None:
+    """Return the rank's part that a loader's arguments request, or None.
 
-    If ``rank`` is looked up, only its ``tail`` is known.
+    With ``rank="auto"``, only the ``tail`` is known yet.
     """
-    # Of some streams nobody knows how long their parts are.
+    # Streams of unknown length are padded only on request.
     is_open = isinstance(dataset, OwnStream) and dataset.outline().total is None
     tail = tail or ("uneven" if is_open else "wrap")
     if rank is not None and is_mesh(rank):
@@ -51,7 +50,7 @@ def part_asked(rank: Any, world_size: Any, tail: Any, dataset: Any) -> RankPart 
                 "a DeviceMesh as rank excludes world_size: it has both, got "
                 f"world_size={world_size!r}"
             )
-        part = checked(place_in(rank, "rank"), rank.size(), tail)
+        part = rank_part(place_in(rank, "rank"), rank.size(), tail)
         return part._replace(has_peers=True)
     if rank == "auto":
         if world_size is not None:
@@ -65,27 +64,25 @@ def part_asked(rank: Any, world_size: Any, tail: Any, dataset: Any) -> RankPart 
             "rank='env' is now rank='auto': torch.distributed where it is "
             "initialized, else RANK and WORLD_SIZE of the environment"
         )
-    if rank is None and world_size is None:
-        # A single rank: only `tail` is given.
+    if rank is None and world_size is None:  # at most ``tail`` is given
         return None if tail in {"wrap", "uneven"} else RankPart(tail=tail)
-    return checked(rank, world_size, tail)
+    return rank_part(rank, world_size, tail)
 
 
-def part_now(loader: Any) -> RankPart:
-    """Return the part of an iteration of ``loader`` that would start now."""
+def current_part(loader: Any) -> RankPart:
+    """Return the part that an iteration of ``loader`` would deliver if it began now."""
     part: RankPart = loader._given_part or WHOLE
     if (loader._own or loader).rank == "auto":
-        part = checked(*(group() or _of_environment()), part.tail)
-        refuse_two_deals(part, loader.dataset, loader.sampler, loader.batch_sampler)
+        part = rank_part(*(group() or _ranks_from_environment()), part.tail)
+        refuse_double_split(part, loader.dataset, loader.sampler, loader.batch_sampler)
     return part
 
 
 def check_batches(options: Options) -> None:
-    """Check that ranks that share a stream deliver a batch in each step, or have ended.
+    """Check that batches are large enough to keep the ranks of a stream in step.
 
-    A reader that has ended leaves its turns empty. A batch with fewer samples than the
-    rank has readers may then be empty, so the rank would deliver its next one while
-    others deliver this one.
+    A rank takes samples from its readers in turn. If they outnumber a batch's samples,
+    and some have ended, a batch may be empty, and the rank is ahead of the others.
     """
     outline, size = options.outline(), options.batch_size or 1
     ranks = outline.world_size * options.readers
@@ -103,11 +100,13 @@ def check_batches(options: Options) -> None:
     )
 
 
-def end_talk(options: Options, epoch: int = 0, start: int = 0, own: Any = None) -> Any:
-    """Return the ``StoreTalk`` of ranks of which nobody knows how much each has.
+def end_rounds(
+    options: Options, epoch: int = 0, start: int = 0, own: Any = None
+) -> Any:
+    """Return the ``EpochEndRounds`` by which ranks agree on an end, or None.
 
-    By it they agree on the end of an ``epoch`` of which ``start`` batches were
-    delivered, and this rank reads its ``own`` part. None: they need not agree.
+    Needed if ranks have unknown numbers of batches and must end together. ``own`` is
+    this rank's part of the stream; ``start`` batches of ``epoch`` were delivered.
     """
     outline = options.outline() if own is None else own.outline()
     dataset, (rank, ranks) = options.dataset, outline.ranks or (0, 1)
@@ -123,20 +122,20 @@ def end_talk(options: Options, epoch: int = 0, start: int = 0, own: Any = None) 
         )
     if options.tail == "uneven":
         return None
-    talk = outline.end_talk(options.tail, (epoch, start))
-    if talk is None:
+    rounds = outline.end_talk(options.tail, (epoch, start))
+    if rounds is None:
         raise ValueError(
             f"tail={options.tail!r} over {dataset!r} needs a store through which "
             f"rank {rank} of {ranks} agrees with the others on the end: initialize "
             "torch.distributed, or use the stream's agree(store), epoch_length(n), "
             "or tail='uneven'"
         )
-    return talk
+    return rounds
 
 
-def _of_environment() -> tuple[int, int]:
-    found = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE")}
-    rank, world_size = found.values()
+def _ranks_from_environment() -> tuple[int, int]:
+    values = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE")}
+    rank, world_size = values.values()
     if rank is None and world_size is None:
         return 0, 1
     try:
@@ -144,12 +143,12 @@ def _of_environment() -> tuple[int, int]:
     except ValueError:
         raise ValueError(
             "rank='auto' needs both RANK and WORLD_SIZE in the environment, as numbers "
-            f"(torchrun sets them), or neither; they are {found}"
+            f"(torchrun sets them), or neither; they are {values}"
         ) from None
 
 
-def checked(rank: Any, world_size: Any, tail: Tail) -> RankPart:
-    """Return the part of one of ``world_size`` ranks."""
+def rank_part(rank: Any, world_size: Any, tail: Tail) -> RankPart:
+    """Return the part of a rank, once rank and world size are checked."""
     if rank is None or world_size is None:
         raise ValueError(
             f"rank and world_size go together, got rank={rank!r} and "
@@ -169,22 +168,22 @@ def checked(rank: Any, world_size: Any, tail: Tail) -> RankPart:
     return RankPart(rank, world_size, tail)
 
 
-def refuse_two_deals(part: RankPart, dataset: Any, *samplers: Any) -> None:
+def refuse_double_split(part: RankPart, dataset: Any, *samplers: Any) -> None:
     """Check that the samples are split between ranks only once."""
     if part.world_size == 1:
         return
     asked = f"rank={part.rank} of world_size={part.world_size}"
     for sampler in itertools.chain(*map(nested, samplers)):
-        others = _replicas(sampler)
-        if others > 1:
+        count = _replicas(sampler)
+        if count > 1:
             raise ValueError(
-                f"{asked} and a {type(sampler).__name__} of {others} replicas would "
+                f"{asked} and a {type(sampler).__name__} of {count} replicas would "
                 "both split the samples: each rank would get 1 of "
-                f"{part.world_size * others} samples; leave out one of them (rank=, or "
-                "the sampler; Lightning puts none in with "
+                f"{part.world_size * count} samples; leave out one of them (rank=, or "
+                "the sampler; Lightning adds none with "
                 "use_distributed_sampler=False)"
             )
-    # The loader deals the samples of a chain, and the shards of a stream.
+    # A chain's samples are split by the loader, so its streams must not be sharded.
     is_chain = type(dataset) is ChainDataset and type(dataset.datasets) in {list, tuple}
     same = None if is_chain else (part.rank, part.world_size)
     for stream in dataset.datasets if is_chain else [dataset]:
@@ -197,7 +196,7 @@ def refuse_two_deals(part: RankPart, dataset: Any, *samplers: Any) -> None:
 
 
 def _replicas(sampler: Any) -> int:
-    """Return how many ranks a sampler serves: torch's, or accelerate's by shape."""
+    """Return the number of ranks that torch's or accelerate's sampler splits for."""
     if isinstance(sampler, DistributedSampler):
         return sampler.num_replicas
     count = getattr(sampler, "num_processes", 1)
@@ -206,11 +205,8 @@ def _replicas(sampler: Any) -> int:
 
 
 def repeats_samples(options: Options, shuffle: Any) -> bool:
-    """Tell whether giving all samples to all ranks is probably a mistake.
-
-    Validating on the whole dataset on each rank is common; training in a random order
-    or reading a stream that way is not.
-    """
+    """Tell whether delivering all samples on all ranks is probably a mistake."""
+    # Validation on the whole dataset on each rank is common; shuffling there is not.
     if options.rank is not None:
         return False
     if options.is_own_stream:
@@ -219,7 +215,7 @@ def repeats_samples(options: Options, shuffle: Any) -> bool:
 
 
 def warn_of_repeats() -> bool:
-    """Warn if several ranks run and each gets all samples; return whether it warned."""
+    """Warn if several ranks each get all samples; return whether it warned."""
     _, ranks = group() or (0, 1)
     if ranks == 1:
         return False
@@ -234,11 +230,7 @@ def warn_of_repeats() -> bool:
 def make_samplers(
     options: Options, given: RankPart | None, shuffle: Any
 ) -> tuple[Any, Any, int | None]:
-    """Return sampler, batch sampler and batch size, as torch's loader has them.
-
-    The sampler of a stream is a placeholder; without batching there is no batch
-    sampler, with the user's no batch size. ``shuffle`` is used up here.
-    """
+    """Return sampler, batch sampler and batch size as torch's loader sets them."""
     sampler, batch_sampler = options.sampler, options.batch_sampler
     size, dataset, generator = options.batch_size, options.dataset, options.generator
     if sampler is None:
@@ -248,7 +240,7 @@ def make_samplers(
             sampler = SequentialSampler(dataset)
         elif options.rank is None:
             sampler = RandomSampler(dataset, generator=generator)
-        else:  # the same on all ranks, whatever their seeds
+        else:  # all ranks need the same order, even if torch is seeded differently
             seed = 0 if generator is None else generator.initial_seed()
             sampler = ShuffledIndices(len(dataset), seed)
     if batch_sampler is not None:
@@ -257,31 +249,28 @@ def make_samplers(
     elif size is not None:
         batch_sampler = BatchSampler(sampler, size, options.drop_last)
     if given is not None:
-        refuse_two_deals(given, dataset, sampler, batch_sampler)
+        refuse_double_split(given, dataset, sampler, batch_sampler)
     return sampler, batch_sampler, size
 
 
 def _check_lengths(dataset: Any, batch_sampler: Any) -> None:
-    """Check that a sampler that has the samples' lengths has this dataset's."""
+    """Check that a sampler by length has as many lengths as the dataset has samples."""
     for part in nested(batch_sampler):
         lengths = getattr(part, "lengths", None)
         if lengths is None or not isinstance(part, KeyedOrder):
             continue
         expected = len(lengths)
-        found = operator.length_hint(dataset, expected)  # it may have no length
-        if found != expected:
+        count = operator.length_hint(dataset, expected)  # it may have no length
+        if count != expected:
             raise ValueError(
                 f"the {type(part).__name__} has the lengths of {expected:,} samples, "
-                f"but the dataset has {found:,}: make it of this dataset's lengths, "
+                f"but the dataset has {count:,}: make it of this dataset's lengths, "
                 "one per sample"
             )
 
 
-def own_order(sampler: Any, batch_sampler: Any) -> tuple[Any, Any]:
-    """Return the samplers for a copy of a loader, with their own ``KeyedOrder``.
-
-    Each loader sets the epoch of its own.
-    """
+def copy_keyed_order(sampler: Any, batch_sampler: Any) -> tuple[Any, Any]:
+    """Return the samplers for a copied loader, which needs its own ``KeyedOrder``."""
     order = index_sampler_of(sampler, batch_sampler)
     if not isinstance(order, KeyedOrder):
         return sampler, batch_sampler
@@ -294,8 +283,8 @@ def own_order(sampler: Any, batch_sampler: Any) -> tuple[Any, Any]:
     return own if sampler is order else sampler, batch_sampler
 
 
-def settle_shuffle(dataset: Any, shuffle: Any) -> tuple[Any, Any]:
-    """Return dataset and ``shuffle``, which is applied to an ``IterDataPipe``."""
+def apply_shuffle(dataset: Any, shuffle: Any) -> tuple[Any, Any]:
+    """Apply ``shuffle`` to an ``IterDataPipe``; return it and what is left to apply."""
     if not isinstance(dataset, IterDataPipe):
         return dataset, shuffle
     return graph_settings.apply_shuffle_settings(dataset, shuffle=shuffle), None
@@ -312,9 +301,9 @@ def seed_pipe(dataset: IterDataPipe[Any], generator: torch.Generator | None) -> 
     graph_settings.apply_random_seed(dataset, shared)
 
 
-def tell_epoch(samplers: Iterable[Any], dataset: Any, epoch: int) -> None:
-    """Set the next epoch's number in all parts that have ``set_epoch``."""
+def set_epochs(samplers: Iterable[Any], dataset: Any, epoch: int) -> None:
+    """Set the next epoch's number in samplers and dataset that have ``set_epoch``."""
     parts = [*itertools.chain.from_iterable(map(nested, samplers)), dataset]
     for part in {id(part): part for part in parts}.values():
-        if not isinstance(part, OwnStream):  # they get it when the epoch starts
+        if not isinstance(part, OwnStream):  # a stream gets it when the epoch starts
             set_epoch_of(part, epoch)

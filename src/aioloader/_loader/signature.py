@@ -1,8 +1,7 @@
-"""The arguments of ``DataLoader`` as its overloads name them, for type checkers.
+"""Types of ``DataLoader``'s arguments for its overloads; for type checkers only.
 
-The overloads give the type of a batch where typing can express it: tensors, tuples and
-dicts of them, or what ``collate_fn`` returns. Everything else is ``Any``. Nothing here
-runs when a loader is made.
+The overloads infer the type of a batch where typing can express it: tensors, tuples and
+dicts of tensors, or what ``collate_fn`` returns. Everything else is ``Any``.
 """
 
 from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Mapping
@@ -30,11 +29,9 @@ V = TypeVar("V", bound=Number)
 
 
 class Indexed(Protocol[S_co]):
-    """A dataset with samples by index; torch's iterable ones have the method too."""
+    """A dataset with ``__getitem__``, which torch's iterable datasets have too."""
 
-    def __getitem__(self, index: int, /) -> S_co:
-        """Return one sample."""
-        ...
+    def __getitem__(self, index: int, /) -> S_co: ...
 
 
 class NamedFields(Protocol):
@@ -46,13 +43,12 @@ class NamedFields(Protocol):
 Samples: TypeAlias = Indexed[S | Awaitable[S]] | AsyncIterable[S]
 Transform: TypeAlias = Callable[[Any], S | Awaitable[S]]
 Rank: TypeAlias = int | Literal["auto"] | DeviceMesh | None
-# A device whose transform does not change the type of a batch: there is none.
+# A device without a transform, which could change the type of a batch.
 DeviceLike: TypeAlias = (
     str | SupportsIndex | torch.device | DeviceMesh | Device[None] | None
 )
 
-# Samples whose batch typing cannot express. A sample of type Any matches this first, so
-# that its batch is Any too.
+# Samples whose batches typing cannot express. Any matches this first: its batch is Any.
 Opaque: TypeAlias = (
     NamedFields
     | tuple[NamedFields, ...]
@@ -85,10 +81,9 @@ class KeywordOnly(TypedDict, total=False):
 
 
 class Arguments(KeywordOnly, total=False):
-    """All but ``dataset``, ``batch_size``, ``collate_fn`` and ``transform``.
+    """All arguments that cannot change the type of a batch.
 
-    Not ``tail="pad"`` and a ``Device`` with a transform either, which change the type
-    of a batch.
+    So neither ``tail="pad"`` nor a ``Device`` with a transform.
     """
 
     shuffle: bool | None

@@ -1,4 +1,4 @@
-"""Choose what makes the batches of an epoch: where, which workers, which device."""
+"""Build an epoch's feed: its runner, worker pool, queue, device stage and tuner."""
 
 import asyncio
 import math
@@ -14,8 +14,8 @@ from torch.utils.data._utils import pin_memory as torch_pin
 from aioloader._base.failures import FailurePolicy
 from aioloader._base.records import Pace, RecordedSettings
 from aioloader._base.waiting import running_loop
-from aioloader._loader.options import FIRST, Auto, Options
-from aioloader._loader.sampling import end_talk
+from aioloader._loader.options import FIRST_VALUES, Auto, Options
+from aioloader._loader.sampling import end_rounds
 from aioloader._order.epoch import Epoch, EpochNumbers
 from aioloader._order.indices import IndexOrder
 from aioloader._pipeline.ahead_feed import AheadFeed, refuse_blocking
@@ -43,13 +43,12 @@ if TYPE_CHECKING:
     from aioloader._workers.idle import Pools
     from aioloader._workers.worker_spec import WorkerSpec
 
-# What "auto" chooses at most: samples in flight, and batches requested ahead, without
-# workers and by each worker.
-_MOST_SAMPLES, _MOST_AHEAD, _MOST_PER_WORKER = 1024, 32, 8
+# Limits of "auto": samples in flight; batches in flight in total, or per worker.
+_MAX_CONCURRENCY, _MAX_PREFETCH, _MAX_PREFETCH_PER_WORKER = 1024, 32, 8
 
 
 class LoaderResources(Protocol):
-    """What a loader keeps between epochs that its feeds need: a ``Runtime``."""
+    """The part of ``Runtime`` that feeds need; it outlives the epochs."""
 
     accelerators: "dict[torch.device, Accelerator]"
     loads: StateLoads
@@ -68,7 +67,8 @@ class LoaderResources(Protocol):
 def make_source(
     options: Options, epoch: Epoch, live: LoaderResources, *, is_async: bool
 ) -> Feed:
-    start, saved = epoch.bookmark, epoch.saved
+    """Return the feed that makes the batches of ``epoch``."""
+    start, saved = epoch.start, epoch.saved
     live.loads.keeps_generator = False
     if isinstance(epoch.order, IndexOrder) and (tensors := options.gathered):
         from aioloader._pipeline.inline import GatherFeed
@@ -96,13 +96,13 @@ def make_source(
     reads, place = options.pool_reads, _place(options, is_async=is_async)
     window = _window(options, on_device=on_device, is_async=is_async)
     if reads and options.kind is Kind.MAP and not isinstance(epoch.order, IndexOrder):
-        window = replace(window, runs=False)  # the user's sampler: asked as by torch
+        window = replace(window, runs=False)  # pull a user's sampler as torch does
     is_tuned = options.chooses or options.prefetch_bytes is not None
     tuner = _tuner(options, live.tuning, reads_here=not reads) if is_tuned else None
     epoch.counters.describe = partial(
-        _setting, options, window, reads=reads, on_device=on_device
+        _recorded_settings, options, window, reads=reads, on_device=on_device
     )
-    epoch.reads_ahead = True  # samples read are not samples delivered
+    epoch.reads_ahead = True  # more samples may be read than were delivered
     if start.datasets and not options.has_copies:
         maker.initial_states = [*start.datasets.values()]
     pool = _pool(options, epoch, maker, live)
@@ -137,14 +137,14 @@ def _queue(
     options: Options, epoch: Epoch, maker: BatchMaker
 ) -> tuple[ReadyQueue, type[AheadFeed]]:
     """Return the queue of an epoch's batches, and the class of its feed."""
-    start, dropped, in_order = epoch.bookmark, epoch.dropped, options.in_order
+    start, dropped, in_order = epoch.start, epoch.dropped, options.in_order
     if options.is_own_stream:
-        talk = end_talk(options, epoch.number, start.delivered(), maker.dataset)
-        if talk is not None:  # a rank that ends with the others
+        rounds = end_rounds(options, epoch.number, start.delivered(), maker.dataset)
+        if rounds is not None:  # all ranks must end together
             from aioloader._pipeline.evened import EvenedFeed, EvenedQueue
 
             queue = EvenedQueue(
-                talk,
+                rounds,
                 dropped,
                 options.readers,
                 pads=options.tail != "drop",
@@ -157,6 +157,7 @@ def _queue(
 
 
 def _place(options: Options, *, is_async: bool) -> RunnerPlace:
+    """Return where this process does its part of the work."""
     is_here = options.workers == "thread" or isinstance(options.workers, Executor)
     if options.pool_reads and not is_here:
         return "pool"
@@ -172,8 +173,8 @@ def _place(options: Options, *, is_async: bool) -> RunnerPlace:
 def _window(options: Options, *, on_device: int, is_async: bool) -> Window:
     """Return the window: how many batches may be in flight."""
     if options.is_keyed and not options.num_workers:
-        # Keyed seeds replace the user's global generators while a batch is made: no
-        # batch may be made before the user requests it.
+        # Making a batch replaces the state of the user's global generators for a while,
+        # so no batch is made before the user requests it.
         return Window(1, is_lazy=True)
     readers, reads = max(1, options.num_workers), options.pool_reads
     factor = options.prefetch_factor
@@ -183,7 +184,7 @@ def _window(options: Options, *, on_device: int, is_async: bool) -> Window:
         hops = options.has_processes if reads else is_async and reads is None
         window = readers * (factor or 2) + on_device
         return Window(window, runs=hops and not on_device)
-    # One batch is being collated, one is being delivered, and one is late.
+    # Spare batches: one is being collated, one delivered, and one is late.
     spare = (factor or 3) * readers + on_device
     is_beside = reads is None and not on_device and options.loop == "thread"
     return Window(
@@ -200,15 +201,15 @@ def _tuner(options: Options, tuning: "Tuning", *, reads_here: bool) -> "Tuner":
     given = int(options.prefetch_factor or 2)
     size = options.global_batch_size or 1
     if isinstance(options.concurrency, Auto) and reads_here and options.reads_async:
-        limits["concurrency"] = options.concurrency, 1, _MOST_SAMPLES
+        limits["concurrency"] = options.concurrency, 1, _MAX_CONCURRENCY
     if isinstance(options.prefetch_factor, Auto):
-        most = _MOST_PER_WORKER if options.num_workers else _MOST_AHEAD
+        most = _MAX_PREFETCH_PER_WORKER if options.num_workers else _MAX_PREFETCH
         limits["prefetch_factor"] = given, min(given, 2), most
-    chosen = {name: tuning.controller(name, *each) for name, each in limits.items()}
+    control = {name: tuning.controller(name, *each) for name, each in limits.items()}
     return Tuner(
         tuning=tuning,
-        concurrency=chosen.get("concurrency"),
-        prefetch=chosen.get("prefetch_factor"),
+        concurrency=control.get("concurrency"),
+        prefetch=control.get("prefetch_factor"),
         given=given,
         readers=max(1, options.num_workers),
         batch_size=max(1, size // options.part.world_size),
@@ -216,13 +217,10 @@ def _tuner(options: Options, tuning: "Tuning", *, reads_here: bool) -> "Tuner":
     )
 
 
-def _setting(
+def _recorded_settings(
     options: Options, window: Window, *, reads: bool | None = None, on_device: int = 0
 ) -> RecordedSettings:
-    """Return how the loader is set up, for the report.
-
-    ``reads`` tells whether workers read, and is None without workers.
-    """
+    """Return the settings for the report; ``reads`` is None without workers."""
     workers = options.workers
     kind = workers if isinstance(workers, str) else type(workers).__name__
     runner: Literal["thread", "loop"] = "thread" if options.is_plain else "loop"
@@ -252,30 +250,27 @@ def _setting(
 
 
 def _fixed_arguments(options: Options) -> tuple[str, ...]:
-    """Return the arguments that the report must not advise to change."""
-    names = [name for name in FIRST if isinstance(getattr(options, name), Auto)]
+    """Return the arguments that the report must not recommend to change."""
+    names = [name for name in FIRST_VALUES if isinstance(getattr(options, name), Auto)]
     if options.collates_async and not options.reads_in_workers:
         names.append("num_workers")  # everything runs on the loop
-    if hasattr(options.dataset, "num_threads"):  # these limit it, and not coroutines
+    if hasattr(options.dataset, "num_threads"):  # its threads limit it, not coroutines
         names.append("concurrency")
     return tuple(names)
 
 
 def _transforms_batches(options: Options) -> bool:
-    """Tell whether coroutines transform the samples of a batch after its last read.
-
-    If they read single samples, they transform each one after its read.
-    """
+    """Tell whether async transforms run after all reads of a batch, not per sample."""
     reads_each = options.reads_async and options.kind is Kind.MAP
     if options.batched and batch_getter(options.dataset) is not None:
         reads_each = False
     return options.transforms_async and not reads_each
 
 
-def inline_setting(options: Options, epoch: Epoch) -> RecordedSettings:
-    """Return how a loader is set up that makes batches in its consumer's thread."""
+def inline_settings(options: Options, epoch: Epoch) -> RecordedSettings:
+    """Return the settings of a loader that makes batches in the consumer's thread."""
     window = Window(1, is_lazy=options.is_keyed)
-    setting = replace(_setting(options, window), place="inline")
+    setting = replace(_recorded_settings(options, window), place="inline")
     if options.gathered is None or not isinstance(epoch.order, IndexOrder):
         return setting
     fixed = *setting.fixed, "prefetch_factor", "dataset"
@@ -283,7 +278,7 @@ def inline_setting(options: Options, epoch: Epoch) -> RecordedSettings:
 
 
 def _mover(options: Options, live: LoaderResources) -> "Mover | None":
-    """Return what moves batches to the device after the pipeline, or None.
+    """Return the mover that pins batches or copies them to the device, or None.
 
     Without workers, batches are pinned where they are collated, as in torch.
     """
@@ -302,8 +297,8 @@ def _mover(options: Options, live: LoaderResources) -> "Mover | None":
 
 
 def make_maker(options: Options, epoch: Epoch, live: LoaderResources) -> BatchMaker:
-    """Return what makes the batches of an epoch, in this process or for workers."""
-    samples, before = options.samples, epoch.bookmark.delivered()
+    """Return the maker of an epoch's batches, in this process or for workers."""
+    samples, before = options.samples, epoch.start.delivered()
     dataset, part, collate_fn = options.dataset, options.part, options.collate_fn
     by_sample = options.rng == "sample"
     keys = partial(keys_of, epoch.base_seed, epoch.number, part, by_sample=by_sample)
@@ -313,7 +308,7 @@ def make_maker(options: Options, epoch: Epoch, live: LoaderResources) -> BatchMa
     is_even, dataset_epoch = part.world_size > 1, epoch.dataset_epoch
     if dataset_epoch is None:
         dataset_epoch = live.numbers.chosen[1]
-    if options.is_own_stream:  # it knows about ranks, and yields this rank's part
+    if options.is_own_stream:  # it yields this rank's part itself
         dataset = options.for_epoch(dataset)
         outline = dataset.outline()
         dataset_epoch, total = outline.chosen_epoch, outline.total
@@ -363,7 +358,7 @@ def _pinning(collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _around(options: Options) -> Callable[[BatchTask], Any]:
-    """Return the context in which plain code of this process draws for a batch."""
+    """Return the context that sets up random numbers for a batch's plain code here."""
     if not options.is_keyed:
         return nullcontext
     if not options.num_workers:
@@ -427,10 +422,10 @@ def _spec(
     read = maker.dataset if reads else None
     per_worker = options.prefetch_factor or 2
     if options.follows_concurrency and reads and not options.is_plain:
-        # What keeps its samples in flight, and as many spare ones as in a window.
+        # Batches for all samples in flight, and as many spare ones as in a window.
         per_worker = math.ceil(options.concurrency / (options.batch_size or 1)) + 3
-    is_open = isinstance(options.prefetch_factor, Auto)
-    most = max(per_worker, _MOST_PER_WORKER) if is_open else per_worker
+    is_auto = isinstance(options.prefetch_factor, Auto)
+    most = max(per_worker, _MAX_PREFETCH_PER_WORKER) if is_auto else per_worker
     given = {"dataset": read, "transform": transform, "reads": reads}
     return WorkerSpec(
         **(maker.kwargs() | given),
@@ -441,5 +436,5 @@ def _spec(
         in_flight=most * options.num_workers,
         worker_init_fn=options.worker_init_fn,
         lifespan=options.lifespan if reads else None,
-        datasets=epoch.bookmark.datasets,
+        datasets=epoch.start.datasets,
     )

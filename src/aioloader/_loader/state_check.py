@@ -1,7 +1,7 @@
-"""Whether a state fits a loader, and the states of all ranks as one.
+"""Check that a state fits a loader, and merge the states of all ranks.
 
-Over a map-style dataset all unfinished ranks have the same state, and any of them will
-do. Streams are split between ranks, so each rank has a part of their state.
+Over a map-style dataset all unfinished ranks have the same state. Streams are split
+between ranks, so each rank saves only a part of a stream's state.
 """
 
 import contextlib
@@ -13,11 +13,11 @@ from torch.utils.data import RandomSampler
 
 from aioloader._loader.options import Options
 from aioloader._loader.state import (
-    ALIKE,
+    MUST_MATCH,
     LoaderState,
     State,
+    epoch_settings,
     generators_of,
-    rules_of,
     unsealed,
 )
 from aioloader._order.indices import contents_of, described
@@ -32,7 +32,7 @@ from aioloader._order.stream_states import (
 from aioloader.errors import StateMismatchError
 from aioloader.protocols import Kind
 
-_ORDER = {
+_ORDER_LABELS = {
     "sampler": "the sampler {!r}",
     "length": "a sampler of {!r} indices",
     "seed": "the seed {!r} of the sampler",
@@ -48,41 +48,41 @@ _ORDER = {
     "versions": "shards whose versions have the checksum {!r}",
     "contents": "indices, weights or lengths of the sampler with checksum {!r}",
 }
-_MAY_LACK = {"seed", "shuffle", "drop_last", "mixture", "shards", "versions"}
-_OF_ONE = {"before", "pulled"}  # of an order: ranks may be ahead of each other
-_SAVE = (
+_OPTIONAL = {"seed", "shuffle", "drop_last", "mixture", "shards", "versions"}
+_PER_RANK = {"before", "pulled"}  # entries of orders: some ranks may be ahead
+_HINT = (
     "save all ranks after the same batch (with in_order=True, if there are batches "
     "beyond it)"
 )
-_READ = (
-    _SAVE + "; once a worker that reads has ended, its rank is ahead of the others: "
-    "load the own state of each rank, on as many ranks and workers"
+_WORKERS_HINT = (
+    _HINT + "; once a worker that reads has ended, its rank is ahead of the others: "
+    "load each rank's own state, on the same number of ranks and workers"
 )
-_SEED = "give the loaders of all ranks the same sampler, seeded alike"
+_SEED_HINT = "give the loaders of all ranks the same sampler, seeded alike"
 
 
 def fitted(options: Options, state: LoaderState, *, strict: bool) -> LoaderState:
-    """Return a state for a loader, with the states of its stream converted.
+    """Check a state, and convert its stream's states to this loader's workers.
 
     Raises:
-        StateMismatchError: If another loader, or another stream, saved it; names both.
+        StateMismatchError: If a different loader or stream saved it; names both.
     """
-    if not strict:  # the versions of shards may differ, as those of copies do
-        order = {name: one for name, one in state.order.items() if name != "versions"}
+    if not strict:  # copies of shards have other versions
+        order = {key: value for key, value in state.order.items() if key != "versions"}
         state = replace(state, order=order)
     _check(options, state)
     if not options.is_own_stream:
         return state
-    dataset, states = options.dataset, shared(state, options.readers)
-    streams = [one["dataset"]["stream"] for one in states.values() if "dataset" in one]
-    if state.beyond and not all(map(is_repeatable, streams)):
-        warn_of_order()  # what was delivered out of order is read again
+    dataset, states = options.dataset, for_workers(state, options.readers)
+    saved = [entry["dataset"] for entry in states.values() if "dataset" in entry]
+    if state.beyond and not all(is_repeatable(stream["stream"]) for stream in saved):
+        warn_of_order()  # batches delivered out of order are read again
     parts = [
         {
-            reader: {**one, "dataset": dataset.fitted(one["dataset"], strict=strict)}
-            if "dataset" in one
-            else one
-            for reader, one in part.items()
+            reader: entry | {"dataset": dataset.fitted(entry["dataset"], strict=strict)}
+            if "dataset" in entry
+            else entry
+            for reader, entry in part.items()
         }
         for part in (states, state.last)
     ]
@@ -90,24 +90,25 @@ def fitted(options: Options, state: LoaderState, *, strict: bool) -> LoaderState
 
 
 def _check(options: Options, state: LoaderState) -> None:
-    for one in ALIKE:
-        saved, found = getattr(state, one.name), one.metadata["of"](options)
-        is_known = not (one.metadata["if_known"] and None in (saved, found))
-        is_fixed = one.name != "readers" or not options.is_own_stream
-        if is_known and is_fixed and saved != found:
-            words = {"saved": _counted(saved), "found": _counted(found)}
-            text = one.metadata["differs"].format(**words)
-            raise StateMismatchError(text, expected=saved, found=found)
+    for field in MUST_MATCH:
+        saved, actual = getattr(state, field.name), field.metadata["of"](options)
+        is_known = not (field.metadata["if_known"] and None in (saved, actual))
+        is_fixed = field.name != "readers" or not options.is_own_stream
+        if is_known and is_fixed and saved != actual:
+            words = {"saved": _counted(saved), "found": _counted(actual)}
+            text = field.metadata["differs"].format(**words)
+            raise StateMismatchError(text, expected=saved, found=actual)
     if state.order:
         _check_order(options, state)
     if options.kind is not Kind.MAP:
         return
     if isinstance(options.batch_sampler, KeyedOrder):
-        return  # an epoch of its contents; to count its batches takes long
+        return  # its contents are compared; counting its batches takes long
     with contextlib.suppress(TypeError, NotImplementedError):
-        delivered = max((state.done, *(one + 1 for one in state.beyond)))
+        delivered = max((state.done, *(number + 1 for number in state.beyond)))
+        # Rank 0 has the most batches: this one may have one less.
         most = options.length(options.part._replace(rank=0, tail="uneven"))
-        if delivered > most:  # of all ranks: this one may have one less
+        if delivered > most:
             _refuse("an epoch of {} batches or more", delivered, most)
 
 
@@ -116,78 +117,77 @@ def _counted(value: Any) -> str:
 
 
 def _check_order(options: Options, state: LoaderState) -> None:
-    """Check the sampler, and the seed of the generator that it draws from."""
-    saved, mine, is_map = state.order, rules_of(options), options.kind is Kind.MAP
+    """Check the sampler's settings, and the seed of the generator it draws from."""
+    saved, mine, is_map = state.order, epoch_settings(options), options.kind is Kind.MAP
     if is_map:
         mine |= described(options.index_sampler)
     if is_map and "contents" in saved:  # not between epochs
         mine |= contents_of(options.index_sampler)
-    for name, what in _ORDER.items():
-        is_known = name in saved or name not in _MAY_LACK
+    for name, label in _ORDER_LABELS.items():
+        is_known = name in saved or name not in _OPTIONAL
         if name in mine and is_known and saved.get(name) != mine[name]:
-            _refuse(what, saved.get(name), mine[name])
+            _refuse(label, saved.get(name), mine[name])
     if not is_map:
         return
-    what = "a generator of seed {!r} for the order"
+    label = "a generator of seed {!r} for the order"
     between = {} if state.done or state.beyond else {**state.generators}
     between.pop("default", None)
     for name in between.keys() - generators_of(options):
-        _refuse(what, between[name]["seed"], None)
+        _refuse(label, between[name]["seed"], None)
     part = drawing_part_of(options.index_sampler)
     is_random = isinstance(options.index_sampler, RandomSampler)
     if part is None and not (is_random and "generator" in saved):
         return
     drawn = saved.get("generator") or between.get("sampler") or between.get("loader")
-    seed = (drawn or {}).get("seed")
-    found = None if part is None else part.generator.initial_seed()
-    if seed != found:
-        _refuse(what, seed, found)
+    saved_seed = (drawn or {}).get("seed")
+    seed = None if part is None else part.generator.initial_seed()
+    if saved_seed != seed:
+        _refuse(label, saved_seed, seed)
 
 
-def _refuse(what: str, saved: Any, found: Any) -> NoReturn:
+def _refuse(label: str, saved: Any, actual: Any) -> NoReturn:
     hint = ""
-    if sorted(map(str, (saved, found))) == ["RandomSampler", "ShuffledIndices"]:
+    if sorted(map(str, (saved, actual))) == ["RandomSampler", "ShuffledIndices"]:
         hint = " (shuffle=True with ranks: rank=0, world_size=1 is one rank)"
-    elif "generator" in what and not (saved is None or found is None):
+    elif "generator" in label and not (saved is None or actual is None):
         hint = f"; give it the same seed with manual_seed({saved})"
-    elif "versions" in what:
+    elif "versions" in label:
         hint = "; if they are copies with the same contents, load it with strict=False"
-    elif "shards" in what:
+    elif "shards" in label:
         hint = "; load it with the same shards, in the same order"
-    elif "checksum" in what:
+    elif "checksum" in label:
         hint = "; set them as they were at the start of the epoch, before loading"
     raise StateMismatchError(
-        f"the state was saved with {what.format(saved)}, but the loader has "
-        f"{what.format(found)}{hint}",
+        f"the state was saved with {label.format(saved)}, but the loader has "
+        f"{label.format(actual)}{hint}",
         expected=saved,
-        found=found,
+        found=actual,
     )
 
 
-def shared(state: LoaderState, readers: int, *, is_part: bool = True) -> State:
-    """Return the states of one of our streams, for another number of workers.
+def for_workers(state: LoaderState, readers: int, *, is_part: bool = True) -> State:
+    """Return the states of a stream's readers, for ``readers`` workers.
 
-    After whole rounds, all workers are in step, as ranks are: their states are one, and
-    any number of workers continues from it. Otherwise some are a batch ahead. Other
-    ranks may have other parts.
+    If all workers have delivered equally many batches, their states are merged, and any
+    number of workers resumes from the result. ``is_part``: other ranks have the rest.
 
     Raises:
-        StateMismatchError: If they are not in step, and their number differs.
+        StateMismatchError: If workers are not in step, and their number differs.
     """
     states, saved = state.states, state.readers
-    parts = [one["dataset"] for one in states.values()]
+    parts = [entry["dataset"] for entry in states.values()]
     if len(parts) == saved and not state.beyond and are_in_step(parts):
         whole = merged(parts, is_part=is_part) if saved > 1 else parts[0]
-        one = {**states["0"], "dataset": whole}
-        return {str(reader): one for reader in range(readers)}
+        entry = {**states["0"], "dataset": whole}
+        return {str(reader): entry for reader in range(readers)}
     if not parts:
         return states
     if saved == readers:
-        # A worker from which nothing was delivered has the readers of the others.
+        # A worker from which nothing was delivered starts like the others.
         start = {**parts[0], "position": 0, "streams": {}}
         start.pop("ended", None)
-        begin = {"read": 0, "skip": 0, "dataset": start}
-        return {str(one): states.get(str(one), begin) for one in range(readers)}
+        default = {"read": 0, "skip": 0, "dataset": start}
+        return {name: states.get(name, default) for name in map(str, range(readers))}
     raise StateMismatchError(
         f"the state was saved with {saved} workers that each read a part of the "
         f"stream, after {state.done:,} batches: some had delivered one more than "
@@ -199,39 +199,40 @@ def shared(state: LoaderState, readers: int, *, is_part: bool = True) -> State:
 
 
 def merge_states(states: Iterable[State]) -> State:
-    """Return one state for all ranks, from the state of each.
+    """Merge the states of all ranks into one that any number of ranks can load.
 
-    All must be saved after the same number of batches; a rank that had fewer is
-    included with its state between epochs.
+    All must be saved after the same number of batches. Include a rank that had fewer
+    batches, with its state between epochs.
 
     Args:
         states: What ``state_dict`` of each rank's loader returned, in any order.
 
     Raises:
-        StateMismatchError: If they are not of one run and one moment, or parts of the
-            streams are missing.
+        StateMismatchError: If the states are of different runs or moments, or parts of
+            a stream are missing.
         ValueError: If there are no states.
     """
-    found = [*map(unsealed, states)]
-    if not found:
+    ranks = [*map(unsealed, states)]
+    if not ranks:
         raise ValueError("there are no states to merge: pass those of all ranks")
-    _check_alike(found, [one.name for one in ALIKE])
-    epoch = min(state.epoch for state in found)
-    going = [state for state in found if state.epoch == epoch]
-    over = [state for state in found if state.epoch != epoch]
+    _check_alike(ranks, [field.name for field in MUST_MATCH])
+    epoch = min(state.epoch for state in ranks)
+    going = [state for state in ranks if state.epoch == epoch]
+    over = [state for state in ranks if state.epoch != epoch]
     for state in over:
         if state.epoch != epoch + 1 or state.done:
             _refuse_merge("epoch", epoch, state.epoch)
     first = going[0]
-    _check_alike(going, ["done", "beyond"], _READ if first.readers > 1 else _SAVE)
+    hint = _WORKERS_HINT if first.readers > 1 else _HINT
+    _check_alike(going, ["done", "beyond"], hint)
     _check_orders(going)
     parts = {reader: _merged(reader, going, over) for reader in first.states}
     whole = replace(first, states=parts, generators={**first.generators})
-    default = [state.generators.get("default") for state in found]
-    if default != default[:1] * len(found):  # each rank has its own, and keeps it
+    default = [state.generators.get("default") for state in ranks]
+    if default != default[:1] * len(ranks):  # each rank keeps its own
         whole.generators.pop("default", None)
-    if whole.readers > 1 and _is_of_ours(whole.states.get("0")):
-        whole.states = shared(whole, whole.readers, is_part=False)
+    if whole.readers > 1 and _is_own_stream(whole.states.get("0")):
+        whole.states = for_workers(whole, whole.readers, is_part=False)
     return whole.sealed()
 
 
@@ -240,7 +241,7 @@ def _merged(
 ) -> Any:
     parts: list[Any] = [state.states.get(reader) for state in going]
     first = parts[0]
-    if not _is_of_ours(first):
+    if not _is_own_stream(first):
         for part in parts:
             if part != first:
                 _refuse_merge(f"the state of reader {reader}", first, part)
@@ -250,40 +251,40 @@ def _merged(
         last = state.last.get(reader, {})
         if "dataset" in last:
             streams.append({**last["dataset"], "ended": True})
-    whole = {key: one for key, one in first.items() if key != "again"}
-    is_part = going[0].readers > 1  # of the workers of this number
+    whole = {key: value for key, value in first.items() if key != "again"}
+    is_part = going[0].readers > 1  # other workers have the rest
     return {**whole, "dataset": merged(streams, is_part=is_part)}
 
 
-def _is_of_ours(one: Any) -> bool:
-    state = one.get("dataset") if isinstance(one, dict) else None
+def _is_own_stream(entry: Any) -> bool:
+    state = entry.get("dataset") if isinstance(entry, dict) else None
     return isinstance(state, dict) and "streams" in state
 
 
 def _check_alike(
-    states: Sequence[LoaderState], names: Iterable[str], hint: str = _SAVE
+    states: Sequence[LoaderState], names: Iterable[str], hint: str = _HINT
 ) -> None:
     for name in names:
-        first, *others = (getattr(state, name) for state in states)
-        for other in others:
-            if other != first:
-                _refuse_merge(name, first, other, hint)
+        first, *values = (getattr(state, name) for state in states)
+        for value in values:
+            if value != first:
+                _refuse_merge(name, first, value, hint)
 
 
 def _check_orders(states: Sequence[LoaderState]) -> None:
-    """Check that all draw from one order; before an epoch, not all may have drawn."""
+    """Check that all ranks have one order; before an epoch, some have not drawn it."""
     first = states[0].order
     for state in states:
-        for key, one in state.order.items():
-            if key not in _OF_ONE and first.get(key, one) != one:
-                _refuse_merge(f"{key} of the order", first[key], one, _SEED)
+        for key, value in state.order.items():
+            if key not in _PER_RANK and first.get(key, value) != value:
+                _refuse_merge(f"{key} of the order", first[key], value, _SEED_HINT)
 
 
-def _refuse_merge(key: str, one: Any, other: Any, hint: str = _SAVE) -> NoReturn:
-    # The state of a generator is long; its seed comes first.
+def _refuse_merge(key: str, left: Any, right: Any, hint: str = _HINT) -> NoReturn:
+    # A generator's state is long and starts with the seed: 80 characters are enough.
     raise StateMismatchError(
-        f"the states are not of one run and one moment: {key} is {one!r:.80} in one of "
-        f"them and {other!r:.80} in another; {hint}",
-        expected=one,
-        found=other,
+        f"the states are not of one run and one moment: {key} is {left!r:.80} in one "
+        f"of them and {right!r:.80} in another; {hint}",
+        expected=left,
+        found=right,
     )

@@ -1,8 +1,8 @@
-"""What makes a loader a torch ``DataLoader`` to frameworks that inspect it.
+"""Compatibility with frameworks that inspect torch's ``DataLoader``.
 
-Frameworks check the class, read a loader's arguments from ``vars`` and the signature of
-its ``__init__``, and use private names of torch's class. All of these exist here, but
-torch's ``__init__``, which does not support async datasets, is not called.
+They check the class, read a loader's arguments from ``vars`` and the signature of its
+``__init__``, and use private names of torch's class. All of these exist here, but
+torch's ``__init__`` is not called: it does not support async datasets.
 """
 
 import functools
@@ -18,29 +18,27 @@ from typing_extensions import TypeVar
 
 from aioloader._base.warnings import warn
 from aioloader._loader.arguments import context_of
-from aioloader._loader.options import ADDED, TORCHS, AddedArguments
+from aioloader._loader.options import ADDED_NAMES, TORCH_NAMES, AddedArguments
 from aioloader._order.epoch import index_sampler_of
 from aioloader._order.permutation import KeyedOrder
 from aioloader.protocols import Kind, is_async_function, kind_of, reads_async
 
 Batch = TypeVar("Batch", default=Any)
-# Torch's class, also where a program has replaced the name in ``torch.utils.data``.
+# Torch's class, even if a program replaces ``torch.utils.data.DataLoader`` later.
 TORCH_LOADER = torch.utils.data.DataLoader
-# What follows from these is made in the constructor; all but the last line as in torch.
+# Attributes that cannot be set after the constructor: torch's, then aioloader's.
 _FIXED = {
     *("batch_size", "batch_sampler", "sampler", "drop_last", "dataset"),
-    "persistent_workers",
-    *("rank", "world_size", "tail"),
+    *("persistent_workers", "rank", "world_size", "tail"),
 }
 _VARIADIC = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
 
 
 class TorchLoader(torch.utils.data.DataLoader[Any], AddedArguments, Generic[Batch]):
-    """Torch's class with the names that frameworks read; it loads nothing.
+    """Torch's class with the attributes that frameworks read; it loads nothing.
 
     Every public attribute of an instance is an argument of ``__init__``, so that
-    ``type(loader)(**arguments)`` makes the same loader again (in a subclass, if it
-    keeps to that). Torch's private names
+    ``type(loader)(**arguments)`` makes the same loader again. Torch's private names
     here are ``_index_sampler``, ``_auto_collation``, ``_dataset_kind``,
     ``_get_iterator``, ``_iterator``, ``_IterableDataset_len_called`` and
     ``_DataLoader__initialized``.
@@ -49,10 +47,10 @@ class TorchLoader(torch.utils.data.DataLoader[Any], AddedArguments, Generic[Batc
     dataset: Any
     close: Callable[[], None]
     _live: Any
-    # These in a subclass of aioloader's loader.
+    # Of subclasses: the arguments that torch lacks, apart from attributes of that name.
     _own: SimpleNamespace | None = None
     _is_subclassed = False
-    _has_own_order = False  # a subclass overrides torch's names for it
+    _has_own_order = False  # overrides ``_index_sampler`` or ``_auto_collation``
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -61,7 +59,7 @@ class TorchLoader(torch.utils.data.DataLoader[Any], AddedArguments, Generic[Batc
             getattr(cls, name) is not getattr(TORCH_LOADER, name)
             for name in ("_auto_collation", "_index_sampler")
         )
-        _make_explicit(cls)
+        _expand_signature(cls)
 
     def __setattr__(self, name: str, value: Any) -> None:
         is_fixed = name in _FIXED and not hasattr(self._own, name)
@@ -72,16 +70,15 @@ class TorchLoader(torch.utils.data.DataLoader[Any], AddedArguments, Generic[Batc
             )
         object.__setattr__(self, name, value)
 
-    def _hold(self, arguments: dict[str, Any]) -> None:
+    def _keep_arguments(self, arguments: dict[str, Any]) -> None:
         """Keep the arguments as attributes.
 
-        In a subclass written for torch's loader the names of those that torch does not
-        have are free: one that it uses itself, before or after this, is its own. So
-        there only what was passed to the constructor counts.
+        A subclass written for torch's loader may use names of aioloader's arguments for
+        itself. So subclasses also keep these arguments in ``_own``, which counts.
         """
-        for name in TORCHS:
+        for name in TORCH_NAMES:
             setattr(self, name, arguments[name])
-        added = {name: arguments[name] for name in ADDED}
+        added = {name: arguments[name] for name in ADDED_NAMES}
         if self._is_subclassed:
             self._own = SimpleNamespace(**added)
         for name, value in added.items():
@@ -95,7 +92,7 @@ class TorchLoader(torch.utils.data.DataLoader[Any], AddedArguments, Generic[Batc
             setattr(self, name, value)
             return
         if name in vars(self) and vars(self)[name] is getattr(own, name):
-            setattr(self, name, value)  # not the subclass's own
+            setattr(self, name, value)  # the subclass does not use the name itself
         self._own = SimpleNamespace(**{**vars(own), name: value})
 
     @property
@@ -105,7 +102,7 @@ class TorchLoader(torch.utils.data.DataLoader[Any], AddedArguments, Generic[Batc
 
     @multiprocessing_context.setter
     def multiprocessing_context(self, context: Any) -> None:
-        """Set it to a context or to the name of a start method."""
+        """Set a context, or the one of a start method's name."""
         is_made = vars(self).get("_DataLoader__initialized")  # the constructor checks
         if is_made and context is not None:
             context = context_of(context, self.num_workers, self.workers)
@@ -113,10 +110,10 @@ class TorchLoader(torch.utils.data.DataLoader[Any], AddedArguments, Generic[Batc
 
     @property
     def _iterator(self) -> Any:
-        """The iterator of persistent workers, or a substitute between epochs.
+        """The iterator of persistent workers, a substitute between epochs, or None.
 
-        None if there are none. Code written for torch calls ``_shutdown_workers``, then
-        sets this to None, so that new workers see a changed dataset.
+        Code written for torch calls ``_shutdown_workers`` and sets this to None, so
+        that new workers see a changed dataset.
         """
         if not (self.persistent_workers and self.num_workers):
             return None
@@ -127,7 +124,7 @@ class TorchLoader(torch.utils.data.DataLoader[Any], AddedArguments, Generic[Batc
 
     @_iterator.setter
     def _iterator(self, iterator: Any) -> None:
-        """End persistent workers when set to None, which frameworks do with torch's."""
+        """End persistent workers when set to None, as frameworks do with torch's."""
         if iterator is not None:
             raise AttributeError("_iterator can only be set to None, to end workers")
         if self.persistent_workers and self.num_workers:
@@ -139,9 +136,9 @@ class TorchLoader(torch.utils.data.DataLoader[Any], AddedArguments, Generic[Batc
 
     @property
     def _is_accelerate_prepared(self) -> bool:
-        """Whether accelerate leaves the loader as it is.
+        """Whether accelerate should leave the loader as it is.
 
-        ``Accelerator.prepare`` alone reads it, before it rebuilds the loader.
+        Only ``Accelerator.prepare`` reads it, before it rebuilds the loader.
         """
         prepared: bool | None = vars(self).get("_accelerate_prepared")
         if prepared is None:
@@ -157,8 +154,7 @@ def dataset_kind(dataset: Any, kind: Kind) -> int:
     """Return torch's constant for ``kind``; register async iterables with torch.
 
     Frameworks check ``isinstance(dataset, IterableDataset)`` before they add samplers.
-    A class that can also be indexed is not registered: torch's own loader would then
-    treat its instances differently.
+    Classes with ``__getitem__`` are not registered: torch's loader indexes them.
     """
     cls = type(dataset)
     if kind is Kind.ASYNC_ITERABLE and not isinstance(dataset, IterableDataset):
@@ -169,7 +165,7 @@ def dataset_kind(dataset: Any, kind: Kind) -> int:
 
 
 def refuse_overridden(cls: Any, base: Any) -> None:
-    """Refuse ``async for`` over a subclass of ``base`` that changes ``for`` alone."""
+    """Refuse ``async for`` over a subclass of ``base`` that overrides only ``for``."""
     if cls.__aiter__ is not base.__aiter__:
         return
     for name in ("__iter__", "_get_iterator"):
@@ -181,7 +177,7 @@ def refuse_overridden(cls: Any, base: Any) -> None:
 
 
 def refuse_keyed(loader: Any) -> None:
-    """Refuse a subclass with its own order over one that has a new epoch each time."""
+    """Refuse a ``KeyedOrder`` in a subclass that overrides torch's order."""
     order = index_sampler_of(loader.sampler, loader.batch_sampler)
     if isinstance(order, KeyedOrder):
         raise TypeError(
@@ -229,7 +225,7 @@ def check_torch_suffices(loader: TorchLoader[Any]) -> None:
     )
 
 
-# Arguments without which the batches are the same.
+# Arguments that do not change the batches.
 _FOR_SPEED = {"concurrency", "prefetch_bytes", "snapshot_every_n_steps"}
 
 
@@ -237,22 +233,22 @@ _FOR_SPEED = {"concurrency", "prefetch_bytes", "snapshot_every_n_steps"}
 _HEAP_TYPE = 1 << 9
 
 
-def _make_explicit(cls: type[TorchLoader[Any]]) -> None:
-    """Spell out the arguments that a subclass passes on by ``**kwargs``.
+def _expand_signature(cls: type[TorchLoader[Any]]) -> None:
+    """Replace ``**kwargs`` in a subclass's signature by the arguments it passes on.
 
-    Frameworks take ``**kwargs`` in a signature to mean torch's arguments, and drop all
-    others when they rebuild the loader.
+    Frameworks take ``**kwargs`` to mean torch's arguments, and drop all others when
+    they rebuild the loader.
     """
     owner = next(base for base in cls.__mro__ if "__init__" in vars(base))
     init: Any = vars(owner)["__init__"]
     if owner is not cls:
         if issubclass(owner, TorchLoader):
             return  # done already
-        init = _passing_on(init)
+        init = _wrapped(init)
     if not inspect.isfunction(init):
         return
     mine = list(inspect.signature(init).parameters.values())
-    if all(one.kind is not one.VAR_KEYWORD for one in mine):
+    if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in mine):
         return
     above = next(
         base
@@ -269,20 +265,19 @@ def _merged(
     mine: list[inspect.Parameter], theirs: list[inspect.Parameter]
 ) -> list[inspect.Parameter]:
     """Return my parameters, with the variadic ones replaced by theirs."""
-    named = [one for one in mine if one.kind not in _VARIADIC]
+    named = [each for each in mine if each.kind not in _VARIADIC]
     passes_all = len(named) == 1 and mine[1].kind is mine[1].VAR_POSITIONAL
-    names = {one.name for one in named}
-    rest = [one for one in theirs if one.name not in names]
+    names = {each.name for each in named}
+    rest = [each for each in theirs if each.name not in names]
     if not passes_all:  # by name only
         rest = [
-            one if one.kind in _VARIADIC else one.replace(kind=one.KEYWORD_ONLY)
-            for one in rest
+            each if each.kind in _VARIADIC else each.replace(kind=each.KEYWORD_ONLY)
+            for each in rest
         ]
-    merged = named + rest
-    return sorted(merged, key=lambda one: one.kind)
+    return sorted(named + rest, key=lambda parameter: parameter.kind)
 
 
-def _passing_on(init: Any) -> Any:
+def _wrapped(init: Any) -> Any:
     """Return a wrapper of ``init`` that can have another signature."""
 
     @functools.wraps(init)

@@ -1,8 +1,8 @@
-"""One pass over the data: its order, its seed and its consumer's position.
+"""Epochs: their numbers, order and base seed, and the consumer's position in them.
 
-Only delivered batches count. Batches may be delivered out of order, so the position is
-a number below which all were delivered, and the set of later ones that were delivered
-too. Pure and synchronous; the state may be read from any thread.
+Only delivered batches count. With ``in_order=False``, a position is a number below
+which all batches were delivered, and the set of later batches that were delivered too.
+Pure and synchronous; positions may be read from any thread.
 """
 
 import contextlib
@@ -27,9 +27,9 @@ from aioloader._order.ranks import WHOLE, RankPart
 
 
 class HasEpoch(Protocol):
-    """What drives user code in an epoch.
+    """A loader's or stream's iteration that runs user code in an epoch.
 
-    A stream with ``reads_whole`` is shared by the workers: one within it is not.
+    ``reads_whole``: streams that this code iterates are not split between workers.
     """
 
     @property
@@ -38,8 +38,8 @@ class HasEpoch(Protocol):
     def reads_whole(self) -> bool: ...
 
 
-# A stream or a loader that user code iterates meanwhile takes the epoch from it, and
-# does not count its own: a resumed run would count from 0 again.
+# The iteration that runs user code. A loader or stream that this code iterates takes
+# its epoch, instead of counting epochs: after a resume it would count from 0 again.
 UNDER_WAY: ContextVar[HasEpoch | None] = ContextVar("aioloader_epoch", default=None)
 
 
@@ -61,11 +61,9 @@ class EpochPosition:
 
     done: int = 0  # every batch below this number was delivered
     beyond: frozenset[int] = frozenset()  # later batches that were delivered too
-    # States of the readers (the sampler, or streams) after their last batch below
-    # ``done``, by number of the reader.
+    # By reader: the sampler's or stream's state after its last batch below ``done``.
     states: dict[int, Any] = field(default_factory=dict)
-    # Of the copies of a stateful map-style dataset after their latest delivered batch,
-    # by number of the worker.
+    # By worker: the state of its copy of a map-style dataset after its latest batch.
     datasets: dict[int, Any] = field(default_factory=dict)
 
     def delivered(self) -> int:
@@ -74,41 +72,39 @@ class EpochPosition:
 
 
 BEGINNING = EpochPosition()
-# One lock for all positions: it is held rarely, and for microseconds. A signal handler
-# that saves a state may need it too.
+# One lock for all positions: it is held rarely, and for microseconds. Reentrant, as a
+# signal handler may save a state.
 _LOCK = fork_safe(threading.RLock())
 
 
 class Progress:
     """The position of one iteration, whose batches come from readers in turn.
 
-    A batch that raised counts as soon as another one is delivered after it.
+    A batch that raised counts once a later batch is delivered.
     """
 
-    def __init__(
-        self, bookmark: EpochPosition = BEGINNING, *, readers: int = 1
-    ) -> None:
+    def __init__(self, start: EpochPosition = BEGINNING, *, readers: int = 1) -> None:
         self.is_over: bool = False  # every batch of the epoch was delivered
-        self._done = bookmark.done
-        self._states = dict(bookmark.states)
-        self._datasets = dict(bookmark.datasets)
-        self._beyond: dict[int, Any] = {}
-        # Delivered before; passed once their reader's state is known again.
-        self._before = set(bookmark.beyond)
+        self._done = start.done
+        self._states = dict(start.states)
+        self._datasets = dict(start.datasets)
+        self._beyond: dict[int, Any] = {}  # state by batch, beyond ``_done``
+        # Delivered before the resume; the states after them are not known again yet.
+        self._before = set(start.beyond)
         self._failed: dict[int, Any] = {}
         self._readers = readers
         self._ended: dict[int, int] = {}  # by reader: the first batch it cannot make
         # The same of a stream that the loader reads, and the state there.
         self._end: tuple[int, Any] | None = None
-        self._latest: tuple[int, Any] | None = None  # taken and not noted yet
-        # Whether all batches before the latest were taken, of one reader.
+        self._latest: tuple[int, Any] | None = None  # delivered, but not noted yet
+        # There is one reader, and all batches before the latest were delivered.
         self._is_plain = not self._before and readers == 1
 
     def take(self, number: int, state: Any = None) -> None:
-        """Note that a batch was delivered, or was empty, and its reader's state.
+        """Note that a batch was delivered (or is empty), and its reader's state.
 
-        Called last. An interrupt (Ctrl-C) comes only at function calls, so it finds the
-        batch either delivered or not: this method is one assignment.
+        The last call before delivery. It ends with one assignment, so that Ctrl-C finds
+        the batch either delivered or not.
         """
         latest = self._latest
         is_next = number == (self._done if latest is None else latest[0] + 1)
@@ -120,8 +116,8 @@ class Progress:
                 self._is_plain = is_next and not is_open
         self._latest = number, state
 
-    def pass_over(self, number: int, state: Any = None) -> None:
-        """Note the reader's state after a batch that was delivered before."""
+    def skip_delivered(self, number: int, state: Any = None) -> None:
+        """Note the reader's state after a batch delivered before the resume."""
         with _LOCK:
             self._settle()
             self._note(number, state)
@@ -133,9 +129,9 @@ class Progress:
             self._failed[number] = state
 
     def end(self, number: int, state: Any = None) -> None:
-        """Note that a reader had ended instead of making batch ``number``.
+        """Note that a stream ended before batch ``number``, and its final state.
 
-        Its earlier batches may still be under way, and the state is the one after them.
+        Its earlier batches may still be in flight.
         """
         with _LOCK:
             self._settle()
@@ -144,18 +140,18 @@ class Progress:
             self._advance()
 
     def end_reader(self, number: int) -> None:
-        """Note that a reader has ended: batch ``number`` and later ones do not come."""
+        """Note that the reader of batch ``number`` has ended before making it."""
         with _LOCK:
             self._settle()
             reader = number % self._readers
             self._ended[reader] = min(number, self._ended.get(reader, number))
             self._advance()
 
-    def leave(self, worker: int, state: Any) -> None:
+    def note_dataset(self, worker: int, state: Any) -> None:
         """Note the state of a worker's dataset after a delivered batch."""
         self._datasets[worker] = state
 
-    def bookmark(self) -> EpochPosition:
+    def position(self) -> EpochPosition:
         """Return the current position, from any thread."""
         with _LOCK:
             self._settle()
@@ -165,7 +161,7 @@ class Progress:
             )
 
     def _settle(self) -> None:
-        """Note the latest batch; harmless if repeated."""
+        """Add the latest batch to the position. Idempotent."""
         latest = self._latest  # another thread may take the next one
         if latest is not None or self.is_over:
             self._beyond.update(self._failed)
@@ -206,55 +202,55 @@ class Progress:
 class Epoch:
     """One pass over the dataset: drawn when an iterator is made, started by its use."""
 
-    base_seed: int  # that random draws are keyed with
+    base_seed: int  # of random numbers in this epoch
     order: Order
-    number: int = -1  # from 0; -1 before it starts
-    shuffled: int | None = None  # the epoch of the loader's ``KeyedOrder``
-    seen: int | None = None  # the epoch that this had when it was made
-    bookmark: EpochPosition = BEGINNING  # where this iteration starts
-    # Of a stream: batches beyond it, which are made but not delivered again.
+    number: int = -1  # from 0; -1 until reserved
+    order_epoch: int | None = None  # the epoch of the loader's ``KeyedOrder``
+    seen_order_epoch: int | None = None  # the ``KeyedOrder``'s at the reservation
+    start: EpochPosition = BEGINNING  # where this iteration starts
+    # Of a stream: batches beyond the start, which are made but not delivered again.
     dropped: frozenset[int] = frozenset()
     progress: Progress = field(default_factory=Progress)  # of its consumer
     counters: Counters = field(default_factory=Counters)
-    policy: FailurePolicy | None = None  # for failed samples, if any may be skipped
-    turns: ReaderTurns | None = None  # choose the requests if these do not ascend
-    dataset_epoch: int | None = None  # the dataset's own number for it
+    policy: FailurePolicy | None = None  # for failed samples
+    turns: ReaderTurns | None = None  # numbers of the requests, if not ascending
+    dataset_epoch: int | None = None  # the dataset's ``epoch``
     saved: Any = None  # the ``LoaderState`` that it resumes from
     first: dict[int, Any] = field(default_factory=dict)  # states of iterables' readers
     reads_ahead: bool = False  # samples are read before their batch is requested
-    head: Any = None  # the constant part of its state, once needed
+    state_head: Any = None  # the constant part of its state, once needed
 
     def begin(
-        self, bookmark: EpochPosition, *, readers: int = 1, in_order: bool = True
+        self, start: EpochPosition, *, readers: int = 1, in_order: bool = True
     ) -> None:
-        """Start it, from a position: its order is drawn from now on."""
+        """Begin the epoch at a position; its order is drawn now."""
         self.counters.epoch = self.number
-        self.order.prepare(self.shuffled)
-        if bookmark is not BEGINNING or readers > 1:
-            self.bookmark = bookmark
-            self.progress = Progress(bookmark, readers=readers)
-            if type(self.order) is Order:  # it must be read past them
-                self.dropped = bookmark.beyond
+        self.order.prepare(self.order_epoch)
+        if start is not BEGINNING or readers > 1:
+            self.start = start
+            self.progress = Progress(start, readers=readers)
+            if type(self.order) is Order:  # streams must be read past them
+                self.dropped = start.beyond
         if readers > 1 and not in_order:
-            self.turns = ReaderTurns(readers, bookmark.done)
+            self.turns = ReaderTurns(readers, start.done)
 
-    def judge(self) -> None:
-        """Raise, once, if at the end it turns out that too many samples failed."""
+    def check_failures(self) -> None:
+        """At the end of the epoch, raise (once) if too many samples failed."""
         if self.progress.is_over and self.policy is not None:
             self.policy.end()
 
     def is_untouched(self) -> bool:
         """Tell whether nothing was delivered yet."""
-        now, then = self.progress.bookmark(), self.bookmark
-        is_there = now.done == then.done and now.beyond == then.beyond
-        return is_there and not self.progress.is_over
+        now, then = self.progress.position(), self.start
+        is_equal = now.done == then.done and now.beyond == then.beyond
+        return is_equal and not self.progress.is_over
 
     def requests(self, *, as_lists: bool = True) -> Iterator[IndexBatch]:
-        """Return the remaining requests, drawn as they are pulled; called once.
+        """Return the remaining requests, drawn as they are pulled; call it once.
 
-        Their indices are lists, or else an ``IndexOrder`` gives tensors and ranges.
+        Without ``as_lists`` an ``IndexOrder`` yields indices as tensors and ranges.
         """
-        order, start = self.order, self.bookmark
+        order, start = self.order, self.start
         if isinstance(order, IndexOrder):
             batches = order.batches(start.done, as_lists=as_lists)
         elif self.turns is not None:
@@ -264,67 +260,68 @@ class Epoch:
         return self._undelivered(batches) if start.beyond else batches
 
     def _undelivered(self, batches: Iterator[IndexBatch]) -> Iterator[IndexBatch]:
-        beyond = self.bookmark.beyond - self.dropped
+        beyond = self.start.beyond - self.dropped
         for batch in batches:
             if batch.number in beyond:
-                self.progress.pass_over(batch.number, batch.state)
+                self.progress.skip_delivered(batch.number, batch.state)
             else:
                 yield batch
 
-    def draws_long(self, number: int) -> bool:
-        return self.order.draws_long(number, self.bookmark.done)
+    def draws_slowly(self, number: int) -> bool:
+        return self.order.draws_slowly(number, self.start.done)
 
 
 class EpochNumbers:
-    """Number the epochs of a loader, and set the epoch of its ``KeyedOrder``."""
+    """The epoch numbers of a loader; sets the epoch of its ``KeyedOrder``."""
 
     def __init__(
-        self, sampler: Any, number: int = 0, shuffled: int | None = None
+        self, sampler: Any, number: int = 0, order_epoch: int | None = None
     ) -> None:
         self.next = number
-        # How often the user has chosen an epoch, and the latest one.
+        # How often the user has called ``set_epoch``, and the latest epoch.
         self.chosen: tuple[int, int | None] = (0, None)
         self._order = sampler if isinstance(sampler, KeyedOrder) else None
-        self._shuffled = shuffled  # its epoch, if it was set here
-        self._is_chosen = False  # whether the user has chosen the next
-        # Epochs of iterators that have not started, since an epoch was last chosen.
+        self._order_epoch = order_epoch  # the order's epoch, if it was set here
+        self._is_chosen = False  # whether the user has chosen the next epoch
+        # Of iterators that have not started, since the user last chose an epoch.
         self._reserved: weakref.WeakSet[Epoch] = weakref.WeakSet()
         self._lock = fork_safe(threading.RLock())
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return EpochNumbers, (self._order, self.next, self._shuffled)
+        return EpochNumbers, (self._order, self.next, self._order_epoch)
 
     def copy(self, sampler: Any) -> "EpochNumbers":
-        return EpochNumbers(sampler, self.next, self._shuffled)
+        return EpochNumbers(sampler, self.next, self._order_epoch)
 
     def reserve(self, epoch: Epoch) -> None:
-        """Number an epoch, and its order: a new one, or as its ``saved`` state does.
+        """Number an epoch and its order, as in its ``saved`` state or by new numbers.
 
-        No other iterator has a new number; it is free again if one is dropped unused.
+        The number is free again if the epoch is dropped before it starts.
         """
         saved, order = epoch.saved, self._order
         with self._lock:
             self._reserved.discard(epoch)
-            epoch.seen = None if order is None else order.epoch
+            epoch.seen_order_epoch = None if order is None else order.epoch
             driver = None if self._is_chosen else UNDER_WAY.get()
             if saved is not None:
-                number, epoch.shuffled = saved.epoch, saved.order.get("epoch")
+                number, epoch.order_epoch = saved.epoch, saved.order.get("epoch")
                 self.next = number + 1
             elif driver is not None:
                 number = driver.epoch
-                epoch.shuffled = None if order is None else number
+                epoch.order_epoch = None if order is None else number
             else:
                 number = self.next
-                epoch.shuffled = None if order is None else self.upcoming()
-                for one in self._reserved:
-                    number = max(number, one.number + 1)
-                    if epoch.shuffled is not None and one.shuffled is not None:
-                        epoch.shuffled = max(epoch.shuffled, one.shuffled + 1)
+                epoch.order_epoch = None if order is None else self.next_order_epoch()
+                for held in self._reserved:
+                    number = max(number, held.number + 1)
+                    if epoch.order_epoch is not None and held.order_epoch is not None:
+                        next_epoch = held.order_epoch + 1
+                        epoch.order_epoch = max(epoch.order_epoch, next_epoch)
             epoch.number = number  # at once: another thread may reserve the next
             self._reserved.add(epoch)
 
     def release(self, epoch: Epoch) -> None:
-        """Free the number of an epoch that could not start, and may be retried."""
+        """Free the number of an epoch that could not start; it may be retried."""
         epoch.number = -1
         with self._lock:
             self._reserved.discard(epoch)
@@ -343,50 +340,40 @@ class EpochNumbers:
             self._reserved.remove(epoch)
             self._is_chosen = False
             following = epoch.number + 1
-            # Of two threads, one resumes, and the next epoch may have started before.
+            # If another thread resumed, the next epoch may already have started.
             is_again = epoch.saved is not None and self.next <= following
             self.next = max(self.next, following)
-            order, shuffled = self._order, epoch.shuffled
-            if order is None or shuffled is None:
+            order, order_epoch = self._order, epoch.order_epoch
+            if order is None or order_epoch is None:
                 return
             # Unless the user has set another.
-            if order.epoch in {epoch.seen, self._shuffled}:
-                if order.epoch == self._shuffled and not is_again:
-                    shuffled = max(shuffled, order.epoch)
-                order.set_epoch(shuffled)
-                self._shuffled = shuffled
+            if order.epoch in {epoch.seen_order_epoch, self._order_epoch}:
+                if order.epoch == self._order_epoch and not is_again:
+                    order_epoch = max(order_epoch, order.epoch)
+                order.set_epoch(order_epoch)
+                self._order_epoch = order_epoch
 
     def choose(self, epoch: int) -> None:
-        """Make ``epoch`` the next; the user sets the epoch of the sampler.
-
-        Raises:
-            TypeError: If it is not an integer.
-            ValueError: If it is negative.
-        """
+        """Make ``epoch`` the next one; the caller sets the sampler's epoch."""
         epoch = operator.index(epoch)
         if epoch < 0:
             raise ValueError(f"epoch must not be negative, got {epoch}")
         with self._lock:
             self.next = epoch
-            self._is_chosen, self._shuffled = True, None
+            self._is_chosen, self._order_epoch = True, None
             self.chosen = self.chosen[0] + 1, epoch
             self._reserved.clear()
 
-    def upcoming(self) -> int | None:
-        """Return the epoch that the ``KeyedOrder`` would have next.
-
-        That is a new one, unless the user has chosen it.
-        """
+    def next_order_epoch(self) -> int | None:
+        """Return the ``KeyedOrder``'s next epoch: a new one, or the user's choice."""
         if self._order is None:
             return None
-        return self._order.epoch + (self._order.epoch == self._shuffled)
+        return self._order.epoch + (self._order.epoch == self._order_epoch)
 
 
 def index_sampler_of(sampler: Any, batch_sampler: Any) -> Any:
-    """Return the sampler that determines the order: of batches, or else of indices.
-
-    A program may have replaced the ``__iter__`` of one of torch's classes.
-    """
+    """Return the sampler that determines the order: of batches, or else of indices."""
+    # Unless a program has replaced the ``__iter__`` of torch's class.
     is_torchs = type(batch_sampler) is BatchSampler
     if is_torchs and BatchSampler.__iter__.__module__ == BatchSampler.__module__:
         return batch_sampler.sampler
@@ -396,9 +383,9 @@ def index_sampler_of(sampler: Any, batch_sampler: Any) -> Any:
 def order_of(
     sampler: Any, batch_sampler: Any, part: RankPart = WHOLE, saved: State | None = None
 ) -> IndexOrder | IteratedOrder:
-    """Return the next epoch's order of a map-style dataset, or a saved one again.
+    """Return the next epoch's order of a map-style dataset, or restore a saved one.
 
-    It is cut from random access if it is known what torch's exact class, or ours, does.
+    Exact classes of torch and aioloader get random access; others are iterated.
     """
     saved, drop_last = saved or {}, False
     size: int | None = 1 if batch_sampler is None else None
@@ -414,11 +401,11 @@ def order_of(
         is_whole = sampler.num_samples == len(sampler.data_source)
         is_known = is_whole and not sampler.replacement
         draws = SamplerDraws(sampler, saved) if is_known else None
-    at = size, part, saved.get("pulled", 0)
-    own = SeekableOrder if is_seekable else type(sampler)  # a user's may iterate itself
+    given = size, part, saved.get("pulled", 0)
+    own = SeekableOrder if is_seekable else type(sampler)  # and not a user's __iter__
     if size and is_known and sampler.__iter__.__module__ == own.__module__:
-        return IndexOrder(*at, sampler=sampler, drop_last=drop_last, draws=draws)
+        return IndexOrder(*given, sampler=sampler, drop_last=drop_last, draws=draws)
     begins = not (is_torchs or isinstance(sampler, KeyedOrder))
     return IteratedOrder(
-        *at, sampler=sampler, drop_last=drop_last, saved=saved, begins=begins
+        *given, sampler=sampler, drop_last=drop_last, saved=saved, begins=begins
     )

@@ -1,13 +1,9 @@
-"""Index batches cut from an order with random access; and what is known of samplers.
+"""Index batches from orders with random access, and the random state of samplers.
 
-Torch's samplers yield Python integers one by one, from a list of the whole permutation.
-The exact torch classes are recognised here and cut from one index tensor instead; a
-``SeekableOrder`` is computed in blocks. Nothing before the start is computed.
-
-Torch's samplers draw from the user's generator, or else from a seed that they draw from
-the default one; other samplers may draw from the default one. To repeat an order, the
-seed is enough, or the state of the generator before it. A state is 2.5 KB of random
-bytes: 3.4 KB of text.
+Torch's samplers yield integers one by one. Of torch's exact classes, batches are sliced
+from one index tensor instead; a ``SeekableOrder`` is computed in blocks from the start
+position on. A sampler's order is repeated from its seed, or from the state of its
+generator before the order was drawn (3.4 KB of text).
 """
 
 import base64
@@ -40,9 +36,9 @@ _BLOCK, _SHUFFLED_BLOCK, _FIRST_BLOCK = 1 << 15, 1 << 13, 1 << 10
 # Views of a block made at a time: cheaper than one by one, and takes only 0.1 ms.
 _VIEWS = 256
 # Indices up to which a permutation is drawn in about a millisecond.
-_QUICK = 1 << 16
-_DEEPEST = 8  # limit on wrappers around a sampler
-_LOOKED_AT = 1 << 8  # of the entries of a list, for its checksum
+_QUICK_LENGTH = 1 << 16
+_MAX_NESTED = 8  # wrappers around a sampler
+_MAX_SAMPLED = 1 << 8  # entries of a long list in its checksum
 
 
 class IndexBatch(NamedTuple):
@@ -50,37 +46,37 @@ class IndexBatch(NamedTuple):
 
     number: int  # position of the (global) batch in the epoch, from 0
     first: int  # position of its first sample in the order of all ranks
-    indices: Any  # the sampler's
-    padding: int = 0  # how many of them, the last ones, are padding
-    state: Any = None  # the sampler's, after this batch, if it has one
+    indices: Any  # from the sampler
+    padding: int = 0  # how many of the last indices are padding
+    state: Any = None  # the sampler's after this batch, if it has one
 
 
 @dataclass(eq=False, repr=False)
 class Order:
-    """The index batches of one epoch, of one rank: here of positions in a stream.
+    """One epoch's index batches on one rank; in this class, positions in a stream.
 
-    They have no end: only the stream knows its end, and its own state.
+    They have no end: only the stream knows its end and its state.
     """
 
     size: int | None  # samples per batch of a rank; None: a sampler yields batches
     part: RankPart
-    pulled: int = 0  # how far it was drawn, perhaps ahead of what was delivered
+    pulled: int = 0  # batches drawn, perhaps more than delivered
     end: State | None = field(default=None, init=False)  # a sampler's final state
 
     def prepare(self, epoch: int | None = None, /) -> None:
-        """Draw the contents of the state, once: a seed, but no permutation yet.
+        """Draw what the state needs, once: a seed, but no permutation.
 
-        A ``KeyedOrder`` is that of ``epoch``; None: of its current one.
+        ``epoch`` is the epoch of a ``KeyedOrder``; None: its current one.
         """
 
-    def draws_long(self, _number: int, _start: int, /) -> bool:
-        """Tell whether it may take milliseconds to draw a request, of all from one."""
+    def draws_slowly(self, _number: int, _start: int, /) -> bool:
+        """Tell whether drawing request ``number`` may take milliseconds."""
         return False
 
     def batches(
         self, start: int = 0, _after: State | None = None, /
     ) -> Iterator[IndexBatch]:
-        """Yield those from number ``start`` on, which come after a state; once."""
+        """Yield the batches from ``start`` on, given the state before; call it once."""
         return self.batches_of(itertools.count(start))
 
     def batches_of(self, numbers: Iterable[int]) -> Iterator[IndexBatch]:
@@ -88,49 +84,49 @@ class Order:
         whole = (self.size or 1) * part.world_size
         for number in numbers:
             first = number * whole
-            places = part.places(first, first + whole)
-            yield IndexBatch(number, places.start, places)
+            positions = part.positions(first, first + whole)
+            yield IndexBatch(number, positions.start, positions)
 
     def state(self) -> State:
-        """Return what makes the order again, ready for JSON."""
+        """Return a JSON-ready state that restores the order."""
         return {}
 
     @property
     def is_restorable(self) -> bool:
-        """Whether a state tells what the sampler yields in the next epoch."""
+        """Whether a state determines the sampler's order in the next epoch."""
         return True
 
-    def _own(self, found: Any) -> tuple[Any, int, int]:
-        """Return our part of a global batch, how many are added, and what place has it.
+    def _rank_part(self, batch: Any) -> tuple[Any, int, int]:
+        """Return this rank's part of a global batch, the padding, and its position.
 
-        As in torch, the order wraps around at its end.
+        The padding is taken from that position of the order: as in torch, it wraps.
         """
         part = self.part
-        mine, padding = part.share(len(found))
-        units = found[part.rank :: part.world_size][:mine]
-        return units, padding, part.rank + mine * part.world_size - len(found)
+        mine, padding = part.share(len(batch))
+        units = batch[part.rank :: part.world_size][:mine]
+        return units, padding, part.rank + mine * part.world_size - len(batch)
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class IndexOrder(Order):
-    """Batches cut from an order with random access; ``pulled`` is 1 after its end."""
+    """Batches sliced from an order with random access; ``pulled`` is 1 at the end."""
 
     sampler: Any
     drop_last: bool
     draws: "SamplerDraws | None"
-    _shuffled: SeekableOrder | None = field(default=None, init=False)
+    _seekable: SeekableOrder | None = field(default=None, init=False)
 
     def prepare(self, epoch: int | None = None, /) -> None:
         if self.draws is not None:
             self.draws.prepare()
-        if isinstance(self.sampler, SeekableOrder) and self._shuffled is None:
-            self._shuffled = self.sampler.copy()  # a later set_epoch is for the next
+        if isinstance(self.sampler, SeekableOrder) and self._seekable is None:
+            self._seekable = self.sampler.copy()  # unaffected by a later set_epoch
             if epoch is not None:
-                self._shuffled.set_epoch(epoch)
+                self._seekable.set_epoch(epoch)
 
-    def draws_long(self, number: int, start: int, /) -> bool:
-        """Tell whether a permutation is drawn: before the first one, and at the end."""
-        if self.draws is None or len(self.sampler) <= _QUICK:
+    def draws_slowly(self, number: int, start: int, /) -> bool:
+        """Tell whether a long permutation is drawn: at the first batch, or the end."""
+        if self.draws is None or len(self.sampler) <= _QUICK_LENGTH:
             return False
         whole = (self.size or 1) * self.part.world_size
         return number == start or number >= len(self.sampler) // whole
@@ -142,64 +138,64 @@ class IndexOrder(Order):
         n, rank, is_alone = len(self.sampler), self.part.rank, self.part.world_size == 1
         whole = (self.size or 1) * self.part.world_size
         self.prepare()
-        lazy = self._shuffled
+        lazy = self._seekable
         listed = lazy.listed if lazy else _listed
         indices: Any = lazy or range(n)
         if self.draws is not None:
             indices = _permutation(n, self.draws.begin())
         # Torch's sampler draws another, unused permutation at its end: with a short
-        # last batch, which runs into the end, or else after the last one.
+        # last batch, which reaches the end, or else after the last one.
         short = n // whole if n % whole and not self.drop_last else None
         stop = n - n % whole if self.drop_last else n
-        at, size = start * whole, _FIRST_BLOCK if lazy else _BLOCK
-        while at < stop:
-            end = min(at + max(1, size // whole) * whole, stop)
-            block = torch.from_numpy(lazy.take(at, end)) if lazy else indices[at:end]
+        low, size = start * whole, _FIRST_BLOCK if lazy else _BLOCK
+        while low < stop:
+            top = min(low + max(1, size // whole) * whole, stop)
+            block = torch.from_numpy(lazy.take(low, top)) if lazy else indices[low:top]
             if as_lists and is_alone and not lazy:
                 block = list(block) if type(block) is range else block.tolist()
             if isinstance(block, torch.Tensor):
-                pieces = _views(block, whole)
+                batches = _views(block, whole)
             else:
-                pieces = (block[i : i + whole] for i in range(0, len(block), whole))
-            for number, found in enumerate(pieces, at // whole):
+                batches = (block[i : i + whole] for i in range(0, len(block), whole))
+            for number, batch in enumerate(batches, low // whole):
                 if number == short:
-                    self._end()
-                own, padding = (found, 0) if is_alone else self._filled(found, indices)
+                    self._draw_unused()
+                own, padding = (batch, 0) if is_alone else self._padded(batch, indices)
                 if len(own):
                     if as_lists and type(own) is not list:
                         own = listed(own)
                     yield IndexBatch(number, number * whole + rank, own, padding)
-            at, size = end, _SHUFFLED_BLOCK if lazy else _BLOCK
-        self._end()
+            low, size = top, _SHUFFLED_BLOCK if lazy else _BLOCK
+        self._draw_unused()
 
-    def _filled(self, found: Any, indices: Any) -> tuple[Any, int]:
-        """Return our part of a global batch, and how many are added at its end."""
-        own, padding, place = self._own(found)
+    def _padded(self, batch: Any, indices: Any) -> tuple[Any, int]:
+        """Return this rank's part of a global batch, padded, and its padding."""
+        own, padding, position = self._rank_part(batch)
         if padding:
-            again = int(indices[place % len(indices)])
+            again = int(indices[position % len(indices)])
             own = torch.tensor([*_listed(own), again], device="cpu")
         return own, padding
 
-    def _end(self) -> None:
-        """Draw the unused permutation, once, from the user's generator."""
+    def _draw_unused(self) -> None:
+        """Draw the unused permutation, once, if the user has passed a generator."""
         own = None if self.draws is None else self.sampler.generator
         if own is not None and not self.pulled:
             _permutation(len(self.sampler), own)
         self.pulled = 1
 
     def state(self) -> State:
-        known = self.sampler if self._shuffled is None else self._shuffled
-        return described(known) | ({} if self.draws is None else self.draws.state())
+        state = described(self.sampler if self._seekable is None else self._seekable)
+        return state | ({} if self.draws is None else self.draws.state())
 
 
 def _permutation(n: int, generator: torch.Generator) -> torch.Tensor:
-    """Draw on the generator's device, whatever torch's default; return on the CPU."""
+    """Draw on the generator's device, ignoring torch's default; return on the CPU."""
     return torch.randperm(n, generator=generator, device=generator.device).cpu()
 
 
 def _views(block: torch.Tensor, size: int) -> Iterator[Any]:
-    for at in range(0, len(block), size * _VIEWS):
-        yield from block[at : at + size * _VIEWS].split(size)  # type: ignore[no-untyped-call]
+    for start in range(0, len(block), size * _VIEWS):
+        yield from block[start : start + size * _VIEWS].split(size)  # type: ignore[no-untyped-call]
 
 
 def _listed(chunk: torch.Tensor | range) -> list[int]:
@@ -207,10 +203,10 @@ def _listed(chunk: torch.Tensor | range) -> list[int]:
 
 
 def packed(state: torch.Tensor) -> State:
-    """Return the state of a CPU generator and its seed, ready for JSON."""
+    """Return a CPU generator's state and seed, ready for JSON."""
     generator = torch.Generator()
     generator.set_state(state)
-    # Each 32 random bits are followed by 32 zeros, and only these can be compressed.
+    # Every 32 random bits are followed by 32 zeros; only the zeros are compressible.
     random, zeros = state.numpy().view(np.uint32).reshape(-1, 2).T
     text = base64.b64encode(random.tobytes() + zlib.compress(zeros.tobytes(), 1))
     return {"seed": generator.initial_seed(), "state": text.decode()}
@@ -225,10 +221,10 @@ def unpacked(saved: State) -> torch.Tensor:
 
 
 class SamplerDraws:
-    """The random draws of one order: of a sampler, if it draws.
+    """The seed or generator state from which a sampler draws one order.
 
-    It draws from its ``generator`` or else from the default one. ``saved`` is the
-    ``state`` of another process, or empty.
+    Samplers draw from their ``generator``, or else from the default one. ``saved`` is
+    the ``state`` of another process, or empty.
     """
 
     def __init__(self, sampler: Any, saved: State) -> None:
@@ -237,7 +233,7 @@ class SamplerDraws:
         self._is_drawn = sampler is not None
         self._draws_seed = own is None and type(sampler) is RandomSampler
         self._seed: int | None = saved.get("seed") if self._draws_seed else None
-        # Only of a user's sampler is it unknown whether it draws.
+        # "before": a user's sampler may draw nothing.
         is_torchs = type(sampler) in WITH_GENERATOR
         self._key = "generator" if own is not None or is_torchs else "before"
         self._saved: State | None = saved.get(self._key) if self._is_drawn else None
@@ -249,9 +245,9 @@ class SamplerDraws:
             self._seed = int(drawn.item())
 
     def begin(self) -> torch.Generator:
-        """Return the generator to draw from, in its state when the order was drawn.
+        """Return the generator to draw from, in its state before the order is drawn.
 
-        That of a saved order is a copy: the sampler's own is past it already.
+        For a saved order it is a copy: the sampler's own has already drawn it.
         """
         self.prepare()
         if self._seed is not None:
@@ -265,20 +261,14 @@ class SamplerDraws:
         return self._source
 
     def begin_later(self) -> None:
-        """Undo ``begin``, unless something was drawn since.
-
-        A generator function draws at its first step, and not when ``iter`` is called.
-        """
+        """Undo ``begin`` if nothing was drawn since: generator functions draw later."""
         before = self._before
         if before is not None and torch.equal(before, self._source.get_state()):
             self._before = None
 
     @contextlib.contextmanager
     def replayed(self) -> Iterator[None]:
-        """Let the sampler draw as it did when a saved order was first drawn.
-
-        Afterwards its generator is back where it was.
-        """
+        """Within this context, let the sampler draw a saved order again."""
         if self._saved is None:
             yield
             return
@@ -290,7 +280,7 @@ class SamplerDraws:
             self._source.set_state(now)
 
     def state(self) -> State:
-        """Return the state that ``begin`` started from, ready for JSON, or empty."""
+        """Return the state before the order was drawn, ready for JSON, or empty."""
         if self._seed is not None:
             return {"seed": self._seed}
         if self._saved is not None:
@@ -299,12 +289,12 @@ class SamplerDraws:
 
 
 def nested(sampler: Any) -> Iterator[Any]:
-    """Yield a sampler and those it wraps, by the attributes that wrappers use."""
+    """Yield a sampler and those it wraps as ``sampler`` or ``batch_sampler``."""
     seen: list[Any] = []
     waiting = [sampler]
     while waiting:
         part = waiting.pop(0)
-        if part is None or any(part is one for one in seen) or len(seen) == _DEEPEST:
+        if part is None or any(part is s for s in seen) or len(seen) == _MAX_NESTED:
             continue
         seen.append(part)
         yield part
@@ -312,7 +302,7 @@ def nested(sampler: Any) -> Iterator[Any]:
 
 
 def described(sampler: Any) -> State:
-    """Return what is known of a sampler before it is iterated."""
+    """Return a sampler's class, length and settings, which states compare."""
     if isinstance(sampler, KeyedOrder):
         return {**sampler.described(), "epoch": sampler.epoch}
     try:
@@ -331,8 +321,8 @@ def described(sampler: Any) -> State:
 def contents_of(sampler: Any) -> State:
     """Return a checksum of the indices or weights that an epoch is drawn from.
 
-    They may change from epoch to epoch, but not within one. Empty if there are none, or
-    they are no numbers. Of a long list, some are looked at.
+    They may change between epochs, but not within one. Empty if there are none, or they
+    are no numbers. Long lists are sampled.
     """
     values: Any
     for part in nested(sampler):
@@ -341,8 +331,8 @@ def contents_of(sampler: Any) -> State:
         elif type(part) is WeightedRandomSampler:
             values, dtype = part.weights, "<f8"
         elif type(part) in {list, tuple, range}:
-            some = [_sampled(one, 8) for one in _sampled(part, _LOOKED_AT)]
-            return {"contents": checksum([len(part), some])}
+            entries = [_sampled(entry, 8) for entry in _sampled(part, _MAX_SAMPLED)]
+            return {"contents": checksum([len(part), entries])}
         else:
             continue
         try:
@@ -353,22 +343,19 @@ def contents_of(sampler: Any) -> State:
 
 
 def _sampled(part: Any, most: int) -> Any:
-    """Return some of a long sequence, evenly spread, and its last one."""
+    """Return evenly spread entries of a long sequence, and its last one."""
     if not isinstance(part, (list, tuple, range)) or len(part) <= most:
         return part
     return [*part[:: len(part) // most], part[-1]]
 
 
 def epoch_of(part: Any) -> int | None:
-    """Return the epoch of a sampler, perhaps a wrapped one, or of a dataset.
-
-    None if it cannot be read as ``epoch`` and set with ``set_epoch``.
-    """
+    """Return the ``epoch`` of a (wrapped) sampler or dataset that has ``set_epoch``."""
     return getattr(_with_epoch(part), "epoch", None)
 
 
 def set_epoch(part: Any, epoch: int | None) -> int | None:
-    """Set the epoch that ``epoch_of`` returned, if it did; return the present one."""
+    """Set the epoch that ``epoch_of`` reads, unless None; return the current one."""
     counts = _with_epoch(part)
     if epoch is not None:
         set_epoch_of(counts, epoch)
@@ -376,8 +363,8 @@ def set_epoch(part: Any, epoch: int | None) -> int | None:
 
 
 def _with_epoch(part: Any) -> Any:
-    for one in nested(part):
-        is_known = type(getattr(one, "epoch", None)) is int
-        if is_known and callable(getattr(one, "set_epoch", None)):
-            return one
+    for each in nested(part):
+        is_known = type(getattr(each, "epoch", None)) is int
+        if is_known and callable(getattr(each, "set_epoch", None)):
+            return each
     return None

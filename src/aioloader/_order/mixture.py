@@ -1,9 +1,8 @@
-"""Mixtures: the source of each position of an order, by weights. Pure arithmetic.
+"""Mixtures: the source of each position of an order, by weights.
 
-It is computed from the position, in integers, and nothing is drawn: after any number of
-positions, each source has had its share of them, to 1.5 samples. If readers take turns
-at the order, each of them has about the same shares, unless there are many more readers
-than positions after which the weights repeat.
+It is computed from the position in integers, without random numbers: after any number
+of positions, each source has its share of them, to within 1.5 samples. Readers that
+take turns have about the same shares, unless they are many more than the weights.
 """
 
 import math
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
+from aioloader._order.permutation import GOLDEN_RATIO
 from aioloader._order.ranks import ReaderShare
 from aioloader._order.stream_states import checksum
 
@@ -24,47 +24,43 @@ if TYPE_CHECKING:
 
 Until: TypeAlias = Literal["all", "first"]
 IntegerArray: TypeAlias = "NDArray[np.integer[Any]]"
-# One for each source, or by name; or stages: from which position on they apply.
+# Weights in the order of the sources, or by name; or stages, each with its start.
 Weighting: TypeAlias = Sequence[float] | Mapping[str, float]
 Weights: TypeAlias = Weighting | Sequence[tuple[int, Weighting]]
-# The largest sum of weights.
-_MOST = 1 << 40
-# How far a source may be from its share, in half samples.
-_BOUND = 3
-# Most samples that are planned at once, and most numbers that this may take.
-_COUNT = 1024
-_NUMBERS = 1 << 15
-# The golden ratio, whose multiples are spread evenly, modulo 1, in units of 2**-64.
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MAX_WEIGHT_SUM = 1 << 40
+_MAX_DISTANCE = 3  # of a source from its share, in half samples
+# Limits on the samples planned at once, and on the size of the arrays for this.
+_MAX_PLANNED = 1024
+_MAX_SIZE = 1 << 15
 
 
 class Proportions:
-    """Positions shared out to sources by weight, by a binary tree of splits.
+    """Divides positions between sources by weight, by a binary tree of splits.
 
     Of the first ``n`` positions of a node, one side has ``floor(n * f + 1/2)``, where
-    ``f`` is its part of the weight. So the distance of a source from its share is at
-    most half the sum of its parts of the nodes above it, the root aside. Nodes are
-    joined to keep that small.
+    ``f`` is its fraction of the weight. So the distance of a source from its share is
+    at most half the sum of its fractions of the nodes above it, except the root. Nodes
+    are joined to keep that small.
     """
 
     def __init__(self, weights: Sequence[int]) -> None:
         self.count = len(weights)
-        self._weights = [*weights]  # and those of inner nodes; the root is the last one
+        self._weights = [*weights]  # then those of inner nodes; the root is last
         self._splits: list[tuple[int, int, int]] = []  # nodes, from the root down
-        # Each with the sums for its sources.
+        # Weight, number, and by source the sum of its fractions.
         nodes: list[tuple[int, int, dict[int, float]]]
-        nodes = [(weight, at, {at: 0.0}) for at, weight in enumerate(weights)]
+        nodes = [(weight, leaf, {leaf: 0.0}) for leaf, weight in enumerate(weights)]
         while len(nodes) > 1:
             nodes.sort(key=itemgetter(0))
             joined = []
             for place, pair in enumerate(pairwise(nodes)):
                 weight = pair[0][0] + pair[1][0]
                 sums = {
-                    at: found + weights[at] / its
-                    for its, _, known in pair
-                    for at, found in known.items()
+                    source: total + weights[source] / below
+                    for below, _, totals in pair
+                    for source, total in totals.items()
                 }
-                worst = max(found + weights[at] / weight for at, found in sums.items())
+                worst = max(sums[source] + weights[source] / weight for source in sums)
                 joined.append((worst, weight, place, sums))
             _, weight, place, sums = min(joined)
             node = len(self._weights)
@@ -80,72 +76,72 @@ class Proportions:
     ) -> list[tuple[int, Any]]:
         """Return how many of the ``first + more`` first positions each source has.
 
-        Each is the number for ``first``, and an array of what ``more`` adds to it.
+        Each is the count for ``first``, and an array of what ``more`` adds to it.
         """
-        found = {len(self._weights) - 1: (first, more)}
+        counts = {len(self._weights) - 1: (first, more)}
         for node, left, right in self._splits:
-            whole, added = found.pop(node)
+            whole, added = counts.pop(node)
             part, of = self._weights[left], self._weights[node]
             its, rest = divmod(whole * part + of // 2, of)
             its_added = (added * part + rest) // of
-            found[left] = its, its_added
-            found[right] = whole - its, added - its_added
-        return [found[source] for source in range(self.count)]
+            counts[left] = its, its_added
+            counts[right] = whole - its, added - its_added
+        return [counts[source] for source in range(self.count)]
 
     def reach(self, source: int, count: int) -> int:
         """Return the least number of positions of which ``source`` has ``count``."""
-        most = (count + _BOUND) * self._total // self._weights[source] + 1
+        most = (count + _MAX_DISTANCE) * self._total // self._weights[source] + 1
         return bisect_left(
             range(most), count, key=lambda first: self.counts(first)[source][0]
         )
 
     def sources(self, share: ReaderShare, first: int, most: int) -> IntegerArray:
-        """Return the sources of a reader's samples from a round on: 1 to ``most``.
+        """Return the sources of a reader's 1 to ``most`` samples from round ``first``.
 
-        Readers take turns, in rounds. If they had fixed places in a round, two readers
-        of two equal sources would each read one of these only. So each round starts at
-        another of its positions.
+        Readers take other positions in each round: if they did not, two readers of two
+        equal sources would each read only one of them.
         """
         readers = share.readers
-        count = max(1, min(most, _COUNT, _NUMBERS // (self.count * readers)))
-        at = np.arange(count) * readers
+        count = max(1, min(most, _MAX_PLANNED, _MAX_SIZE // (self.count * readers)))
+        offsets = np.arange(count) * readers
         if readers > 1:
             key = readers, first, count
             if (starts := self._planned.get(key)) is None:
                 starts = self._starts(*key)
                 self._planned = {key: starts}  # the other readers need it next
-            at += (starts + share.reader) % readers
+            offsets += (starts + share.reader) % readers
         before, after = (
-            np.stack([added for _, added in self.counts(first * readers, one)])
-            for one in (at, at + 1)
+            np.stack([added for _, added in self.counts(first * readers, more)])
+            for more in (offsets, offsets + 1)
         )
-        found: IntegerArray = (after - before).argmax(axis=0)
-        return found
+        sources: IntegerArray = (after - before).argmax(axis=0)
+        return sources
 
     def _starts(self, readers: int, first: int, count: int) -> IntegerArray:
-        """Return where rounds start, so that shares hold at each of their positions.
+        """Return reader 0's position in each round, so that shares hold everywhere.
 
-        A round that starts at ``x`` has the positions from there on, and then those
-        before. The distances from the shares move by as much as there was at ``x``.
+        A round that starts at ``x`` has the positions from ``x`` on, then those before.
+        Its distances from the shares are shifted by the distance at ``x``.
         """
         begin, total = first * readers, self._total
-        at = np.arange(count)[:, None] * readers + np.arange(readers + 1)
-        counts = zip(self._weights, self.counts(begin, at), strict=False)
-        # Times the sum of weights; of each source, round, and position in it.
-        far = np.stack(
+        more = np.arange(count)[:, None] * readers + np.arange(readers + 1)
+        counts = zip(self._weights, self.counts(begin, more), strict=False)
+        # Distances times the sum of weights, by source, round, and position in it.
+        distances = np.stack(
             [
-                (its * total - weight * begin) + (added * total - weight * at)
+                (its * total - weight * begin) + (added * total - weight * more)
                 for weight, (its, added) in counts
             ]
         )
         fits = np.ones((count, readers), bool)
-        for one in (far, -far):
-            upto = np.maximum.accumulate(one, axis=-1)
-            since = np.maximum.accumulate(one[..., ::-1], axis=-1)[..., ::-1]
-            ahead = np.maximum(one[..., :1] + since, one[..., -1:] + upto) - one
-            fits &= (2 * ahead[..., :-1] <= _BOUND * total).all(axis=0)
-        # One of those that fit, evenly: the first of them is 0, the round as it is.
-        numbers = np.arange(first, first + count, dtype=np.uint64) * _GOLDEN
+        for far in (distances, -distances):
+            upto = np.maximum.accumulate(far, axis=-1)
+            since = np.maximum.accumulate(far[..., ::-1], axis=-1)[..., ::-1]
+            ahead = np.maximum(far[..., :1] + since, far[..., -1:] + upto) - far
+            fits &= (2 * ahead[..., :-1] <= _MAX_DISTANCE * total).all(axis=0)
+        # Choose evenly from the starts that fit; 0 always does.
+        golden = np.uint64(GOLDEN_RATIO)
+        numbers = np.arange(first, first + count, dtype=np.uint64) * golden
         spread = (numbers >> np.uint64(32)).astype(np.int64)
         chosen = (spread * fits.sum(axis=1)) >> 32
         starts: IntegerArray = (fits.cumsum(axis=1) > chosen[:, None]).argmax(axis=1)
@@ -153,20 +149,20 @@ class Proportions:
 
 
 class Stage(NamedTuple):
-    """Positions in which the weights and the sources that have samples are the same."""
+    """A range of positions with the same weights and the same sources."""
 
-    start: int  # the position that counts as the first one
+    start: int  # the position from which shares are counted
     stop: int | None
-    sources: list[int]  # those that have samples
-    proportions: Proportions  # of these
+    sources: list[int]  # those that still have samples
+    proportions: Proportions  # of these sources
 
 
 class Schedule:
-    """The weights of sources, which may change at given positions, and the end.
+    """The weights of sources, by position, and when the mixture ends.
 
     Raises:
-        ValueError: If weights are not positive, of other names, or not in stages that
-            ascend from 0; or if ``until`` is unknown.
+        ValueError: If weights are not positive or have wrong names, if stages do not
+            ascend from 0, or if ``until`` is unknown.
     """
 
     def __init__(self, names: Sequence[str], weights: Any, until: Until) -> None:
@@ -178,52 +174,52 @@ class Schedule:
         if not isinstance(weights, Mapping):
             weights = [*weights]
         is_staged = isinstance(weights, list) and bool(weights)
-        if is_staged and all(isinstance(one, (tuple, list)) for one in weights):
-            given = [(index(start), one) for start, one in weights]
+        if is_staged and all(isinstance(stage, (tuple, list)) for stage in weights):
+            given = [(index(start), stage) for start, stage in weights]
         else:
             given = [(0, weights)]
         starts = [start for start, _ in given]
-        if starts[0] != 0 or any(one >= other for one, other in pairwise(starts)):
+        if starts[0] != 0 or starts != sorted({*starts}):
             raise ValueError(
                 f"stages of weights must start at 0 and ascend, got {starts}"
             )
-        self.stages = [(start, _exact(one, names)) for start, one in given]
+        self.stages = [(start, _exact(stage, names)) for start, stage in given]
         self._made: dict[tuple[int, ...], Stage] = {}
 
     def stage(self, position: int, ended: Collection[int]) -> Stage:
-        """Return the stage of a position, once some sources have ended."""
-        at = bisect_right(self.stages, position, key=lambda one: one[0]) - 1
-        key = at, *ended
+        """Return the stage of a position, given the sources that have ended."""
+        number = bisect_right(self.stages, position, key=itemgetter(0)) - 1
+        key = number, *ended
         if key not in self._made:
-            start, weights = self.stages[at]
-            later = self.stages[at + 1 : at + 2]
-            left = [one for one in range(len(weights)) if one not in ended]
-            proportions = Proportions([weights[one] for one in left])
+            start, weights = self.stages[number]
+            later = self.stages[number + 1 : number + 2]
+            left = [source for source in range(len(weights)) if source not in ended]
+            proportions = Proportions([weights[source] for source in left])
             stop = later[0][0] if later else None
             self._made[key] = Stage(start, stop, left, proportions)
         return self._made[key]
 
     def sources(
-        self, at: int, share: ReaderShare, ended: Collection[int]
+        self, taken: int, share: ReaderShare, ended: Collection[int]
     ) -> IntegerArray:
-        """Return the sources of a reader's next samples, after ``at`` of them."""
-        readers, most = share.readers, _COUNT
-        position = at * readers + share.reader
+        """Return the sources of a reader's next samples, after ``taken`` samples."""
+        readers, most = share.readers, _MAX_PLANNED
+        position = taken * readers + share.reader
         stage = self.stage(position, ended)
         if stage.stop is not None:
             most = -(-(stage.stop - position) // readers)
         first, reader = divmod(position - stage.start, readers)
-        found = stage.proportions.sources(ReaderShare(reader, readers), first, most)
+        numbers = stage.proportions.sources(ReaderShare(reader, readers), first, most)
         # Integers of one or two bytes are sorted much faster.
         kind = np.min_scalar_type(len(self.stages[0][1]))
-        sources: IntegerArray = np.array(stage.sources, kind)[found]
+        sources: IntegerArray = np.array(stage.sources, kind)[numbers]
         return sources
 
 
 def _exact(weights: Any, names: Sequence[str]) -> list[int]:
     """Return weights as integers with the same ratios.
 
-    Decimals are exact. Larger sums than ``_MOST`` are rounded to it.
+    Decimals are exact, unless the sum would exceed ``_MAX_WEIGHT_SUM``.
     """
     if isinstance(weights, Mapping):
         if weights.keys() != {*names}:
@@ -232,58 +228,57 @@ def _exact(weights: Any, names: Sequence[str]) -> list[int]:
             )
         weights = [weights[name] for name in names]
     try:
-        found = [Fraction(str(one)) for one in weights]
+        exact = [Fraction(str(weight)) for weight in weights]
     except ValueError:  # not finite, or no numbers
-        found = []
-    if len(found) != len(names) or min(found) <= 0:
+        exact = []
+    if len(exact) != len(names) or min(exact) <= 0:
         raise ValueError(
             f"weights must be {len(names)} positive numbers, got {[*weights]}"
         )
-    common = math.lcm(*(one.denominator for one in found))
-    whole = [int(one * common) for one in found]
+    common = math.lcm(*(weight.denominator for weight in exact))
+    whole = [int(weight * common) for weight in exact]
     shared, total = math.gcd(*whole), sum(whole)
-    if total <= _MOST * shared:
-        return [one // shared for one in whole]
-    return [max(1, round(Fraction(one * _MOST, total))) for one in whole]
+    if total <= _MAX_WEIGHT_SUM * shared:
+        return [weight // shared for weight in whole]
+    return [max(1, round(Fraction(n * _MAX_WEIGHT_SUM, total))) for n in whole]
 
 
 class MixedIndices(Sequence[int]):
-    """The order of a mixture of map-style datasets: indices of all, in a row."""
+    """The order of a mixture of map-style datasets: indices of their concatenation."""
 
     def __init__(self, lengths: Sequence[int], schedule: Schedule) -> None:
         self._described = checksum([*lengths, schedule.stages, schedule.until])
-        # Of positions in which no source ends: the first one, their stage, and for each
-        # source what leads from its count to an index.
+        # Positions in which no source ends: their start, their stage, and by source
+        # what to add to its count to get an index.
         self._segments: list[tuple[int, Stage, list[int]]] = []
-        at = 0
+        start = 0
         nexts = list(accumulate(lengths, initial=0))
         ends, ended = nexts[1:], list[int]()
         while len(ended) < len(lengths):
-            stage = schedule.stage(at, ended)
+            stage = schedule.stage(start, ended)
             sources, shares = stage.sources, stage.proportions
-            counts = shares.counts(at - stage.start)
-            shifts = [
-                nexts[one] - its for one, (its, _) in zip(sources, counts, strict=True)
-            ]
-            self._segments.append((at, stage, shifts))
-            # Where each would have a sample more than there are, and the first of them.
+            counts = shares.counts(start - stage.start)
+            pairs = zip(sources, counts, strict=True)
+            shifts = [nexts[source] - its for source, (its, _) in pairs]
+            self._segments.append((start, stage, shifts))
+            # By source: the position at which it would need a sample more than it has.
             lacking = [
-                shares.reach(place, ends[one] - shifts[place] + 1) - 1
-                for place, one in enumerate(sources)
+                shares.reach(place, ends[source] - shifts[place] + 1) - 1
+                for place, source in enumerate(sources)
             ]
-            at = stage.start + min(lacking)
-            if is_cut := stage.stop is not None and at >= stage.stop:
-                at = stage.stop
-            for place, (its, _) in enumerate(shares.counts(at - stage.start)):
+            start = stage.start + min(lacking)
+            if is_cut := stage.stop is not None and start >= stage.stop:
+                start = stage.stop
+            for place, (its, _) in enumerate(shares.counts(start - stage.start)):
                 nexts[sources[place]] = shifts[place] + its
             if not is_cut:
                 ended = sorted([*ended, sources[lacking.index(min(lacking))]])
                 if schedule.until == "first":
                     break
-        self._length = at
+        self._length = start
 
     def described(self) -> dict[str, Any]:
-        """Return what tells it from other mixtures, for a state."""
+        """Return a checksum that states compare."""
         return {"mixture": self._described}
 
     def __len__(self) -> int:
@@ -295,9 +290,9 @@ class MixedIndices(Sequence[int]):
         Raises:
             IndexError: If it is out of range.
         """
-        at = range(self._length)[index(position)]
-        place = bisect_right(self._segments, at, key=itemgetter(0)) - 1
-        _, stage, shifts = self._segments[place]
-        first, counts = at - stage.start, stage.proportions.counts
+        position = range(self._length)[index(position)]
+        segment = bisect_right(self._segments, position, key=itemgetter(0)) - 1
+        _, stage, shifts = self._segments[segment]
+        first, counts = position - stage.start, stage.proportions.counts
         each = zip(shifts, counts(first), counts(first + 1), strict=True)
         return next(shift + its for shift, (its, _), (then, _) in each if then > its)

@@ -1,9 +1,8 @@
-"""The order of one epoch: index batches from any position, and the state to restore it.
+"""The order of a sampler that can only be iterated, and how to restore it.
 
-An order is made for one iteration, draws when torch draws (with the first batch), and
-has a state from which another process restores it. Torch's samplers are drawn again
-from a seed; the state of a sampler with ``state_dict`` is taken after each batch; any
-other sampler is iterated again up to the position.
+An order is made for one iteration and draws random numbers when torch does. To restore
+it, torch's samplers draw again from a seed; a sampler with ``state_dict`` is saved
+after each batch; any other sampler is iterated again up to the position.
 """
 
 import copy
@@ -50,46 +49,46 @@ _WITHOUT_DRAWS = {
 
 
 class ReaderTurns:
-    """The numbers of the next requests, if readers' batches are delivered unordered.
+    """The numbers of the next requests to readers with ``in_order=False``.
 
-    Batch k is for reader k modulo their number. With ``in_order=False`` a reader gets a
-    request when one of its requests was answered: a slow one does not delay the others.
+    Batch k goes to reader ``k % readers``. A reader gets a new request when one of its
+    requests was answered, so that slow readers do not delay the others.
     Source: ``_try_put_index`` of torch 2.9's ``_MultiProcessingDataLoaderIter``.
     """
 
     def __init__(self, readers: int, start: int) -> None:
         self._next = [start + (reader - start) % readers for reader in range(readers)]
-        self._held = dict.fromkeys(range(readers), 0)  # by those that have not ended
+        self._open = dict.fromkeys(range(readers), 0)  # requests of active readers
 
     def __iter__(self) -> Iterator[int]:
-        """Yield the next number, for the reader with the fewest requests."""
-        while self._held:
-            reader = min(self._held, key=lambda one: (self._held[one], self._next[one]))
+        """Yield the next number, for the reader with the fewest open requests."""
+        while self._open:
+            reader = min(self._open, key=lambda r: (self._open[r], self._next[r]))
             number = self._next[reader]
             self._next[reader] += len(self._next)
-            self._held[reader] += 1
+            self._open[reader] += 1
             yield number
 
     def may_issue(self, window: int) -> bool:
         """Tell whether a reader has less than its share of the window, or all ended."""
-        share = max(1, window // max(1, len(self._held)))
-        return min(self._held.values(), default=0) < share
+        share = max(1, window // max(1, len(self._open)))
+        return min(self._open.values(), default=0) < share
 
     def take(self, number: int, *, has_ended: bool) -> None:
         """Note that a request was answered, and whether its reader has ended."""
         reader = number % len(self._next)
         if has_ended:
-            self._held.pop(reader, None)
-        elif reader in self._held:
-            self._held[reader] -= 1
+            self._open.pop(reader, None)
+        elif reader in self._open:
+            self._open[reader] -= 1
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class IteratedOrder(Order):
     """The order of a sampler that can only be iterated.
 
-    It yields indices if there is a ``size``, or else batches of them. If it ``begins``,
-    torch calls ``iter`` on it with the loader's, and not at the first batch.
+    With a ``size`` it yields indices, or else batches of indices. ``begins``: torch
+    calls ``iter(sampler)`` in the loader's ``iter``, not at the first batch.
     """
 
     sampler: Any
@@ -101,10 +100,10 @@ class IteratedOrder(Order):
         sampler, part = self.sampler, self.part
         self._whole = (self.size or 1) * part.world_size  # units of a global batch
         self._name = described(sampler)
-        self._contents: State | None = None  # as the order is drawn
-        # Whether states hold the first global batch: it cannot be made again.
-        can_make = isinstance(sampler, KeyedOrder)
-        self._holds_beginning = part.world_size > 1 and not can_make
+        self._contents: State | None = None  # when the order is drawn
+        # States hold the first global batch, for padding, if it is not computable.
+        is_computable = isinstance(sampler, KeyedOrder)
+        self._holds_beginning = part.world_size > 1 and not is_computable
         self._is_again = bool(saved)
         self._epoch = saved.get("epoch", epoch_of(sampler))
         drawing = drawing_part_of(sampler)
@@ -120,13 +119,13 @@ class IteratedOrder(Order):
         if self._contents is None:
             self._contents = contents_of(self.sampler)
             if isinstance(self.sampler, KeyedOrder):
-                self.sampler = self.sampler.copy()  # a later set_epoch: for the next
+                self.sampler = self.sampler.copy()  # unaffected by a later set_epoch
                 if epoch is not None:
                     self._epoch = epoch
                     self.sampler.set_epoch(epoch)
         self._draws.prepare()
 
-    def draws_long(self, _number: int, _start: int, /) -> bool:
+    def draws_slowly(self, _number: int, _start: int, /) -> bool:
         return type(self.sampler) not in {list, tuple, range}
 
     def batches(
@@ -150,28 +149,28 @@ class IteratedOrder(Order):
                 )
             pulled, self.pulled = self.pulled, number
             groups = self._groups(iter(()) if after.get("ended") else iterator)
-            for found in itertools.islice(groups, start - number):
-                beginning = beginning or found[:ranks]
-                first += self._count(found)
-            # What had been drawn ahead is drawn again, as it was.
+            for group in itertools.islice(groups, start - number):
+                beginning = beginning or group[:ranks]
+                first += self._count(group)
+            # Batches drawn but not delivered are drawn again, from the same state.
             has_state = is_stateful(iterator) or is_stateful(self.sampler)
             ahead = 0 if has_state else max(0, pulled - start)
             drawn = list(itertools.islice(groups, ahead))
-        for number, found in enumerate(itertools.chain(drawn, groups), start):
-            if self.drop_last and len(found) < whole:
+        for number, group in enumerate(itertools.chain(drawn, groups), start):
+            if self.drop_last and len(group) < whole:
                 break
-            beginning = beginning or found[:ranks]
-            units, padding, place = self._own(found)
-            units += [beginning[place % len(beginning)]] * padding
-            before = first + (rank if self.size else self._count(found[:rank]))
-            first += self._count(found)
+            beginning = beginning or group[:ranks]
+            units, padding, position = self._rank_part(group)
+            units += [beginning[position % len(beginning)]] * padding
+            before = first + (rank if self.size else self._count(group[:rank]))
+            first += self._count(group)
             if not units:
                 continue
             state = self._state_of(iterator, first)
             if state is not None:
                 state |= {"beginning": beginning} if self._holds_beginning else {}
-                # At its end it may have restarted.
-                state |= {"ended": True} if len(found) < whole else {}
+                # At its end the iterator may have restarted.
+                state |= {"ended": True} if len(group) < whole else {}
             if not self.size:
                 units, padding = units[0], padding and len(units[0])
             yield IndexBatch(number, before, units, padding, state)
@@ -180,14 +179,14 @@ class IteratedOrder(Order):
             self.end["sampler"] = self.end.pop("iterator")
 
     def _beginning(self, after: State) -> list[Any]:
-        """Return the first global batch, with which a last one is filled."""
+        """Return the first units of the order, which pad the last global batch."""
         if isinstance(self.sampler, KeyedOrder) and self.part.world_size > 1:
             return [*itertools.islice(self.sampler, self.part.world_size)]
-        found: list[Any] = after.get("beginning", [])
-        return found
+        beginning: list[Any] = after.get("beginning", [])
+        return beginning
 
     def _begin(self, after: State) -> Iterator[Any]:
-        """Return an iterator, restored from the saved state if there is one."""
+        """Return an iterator, restored from a saved state unless that is empty."""
         self.prepare()
         sampler, generator = self.sampler, self._draws.begin()
         try:
@@ -208,22 +207,22 @@ class IteratedOrder(Order):
         return begun
 
     def _groups(self, iterator: Iterator[Any]) -> Iterator[list[Any]]:
-        """Yield the units of each global batch; its end counts as pulled, too."""
-        # ``islice`` would call ``iter``, which may restart it.
+        """Yield the units (indices or batches) of each global batch, and count them."""
+        # ``islice(iterator, n)`` would call ``iter``, which may restart it.
         steps: Iterator[Any] = map(next, itertools.repeat(iterator))
         if not is_repeatable(self.sampler):  # torch's samplers make new objects
-            steps = map(_own, steps)
+            steps = map(_copied, steps)
         if not self.size:
             steps = map(_as_sequence, steps)
         while True:
             try:
-                found = list(itertools.islice(steps, self._whole))
+                group = list(itertools.islice(steps, self._whole))
             except BaseException as error:  # noqa: BLE001  (raised)
                 raise _noted(error, f"in the sampler, at batch {self.pulled}")  # noqa: B904
             self.pulled += 1
-            if not found:
+            if not group:
                 return
-            yield found
+            yield group
 
     def _count(self, units: list[Any]) -> int:
         return len(units) if self.size else sum(map(len, units))
@@ -249,7 +248,7 @@ class IteratedOrder(Order):
 
 
 def drawing_part_of(sampler: Any) -> Any:
-    """Return the sampler with the user's generator, perhaps a wrapped one, or None."""
+    """Return the (wrapped) sampler that draws from a user's generator, or None."""
     for part in nested(sampler):
         if isinstance(getattr(part, "generator", None), torch.Generator):
             return None if _seeds_itself(part) else part
@@ -268,13 +267,13 @@ def draws_from_default(sampler: Any) -> bool:
 
 
 def is_repeatable(sampler: Any) -> bool:
-    """Tell whether it is known that a sampler without a state gives an order again."""
+    """Tell whether a sampler without a state is known to repeat its order."""
     is_ours = isinstance(sampler, (Sequence, KeyedOrder))
     return is_ours or type(sampler).__module__.startswith("torch.utils.data")
 
 
 def _seeds_itself(sampler: Any) -> bool:
-    """Tell whether it seeds its generator for each epoch, as accelerate's does."""
+    """Tell whether a sampler seeds its generator each epoch, as accelerate's does."""
     return hasattr(sampler, "epoch") and isinstance(
         getattr(sampler, "initial_seed", None), int
     )
@@ -284,8 +283,8 @@ def _noted(error: BaseException, where: str) -> BaseException:
     return noted(raisable(error, "the sampler"), where)
 
 
-def _own(indices: Any) -> Any:
-    """Return indices that the sampler will not overwrite."""
+def _copied(indices: Any) -> Any:
+    """Return a copy of indices if the sampler could overwrite them."""
     if type(indices) is int:
         return indices
     if isinstance(indices, torch.Tensor):

@@ -1,8 +1,7 @@
 """A keyed permutation of ``range(n)``: O(1) memory and O(1) seek, for any ``n``.
 
-A balanced Feistel network with a hash for its round function permutes the smallest
-``2**bits >= n``; walking its cycles until the value is below ``n`` restricts it to
-``range(n)``. On average fewer than two steps of the walk are taken.
+A balanced Feistel network with a hash as round function permutes the smallest
+``4**k >= n``; values from ``n`` on are permuted again until they are below ``n``.
 Source: Black and Rogaway, "Ciphers with Arbitrary Finite Domains" (CT-RSA 2002),
 methods 2 and 3.
 """
@@ -21,24 +20,23 @@ Indices: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
 
 MAX_N = 2**63
 _ROUNDS = 8
-_TABLED = 10  # bits of a half up to which all hashes are computed at once
-_BLOCK = 1 << 12
-# Odd constants of the SplitMix64 finaliser (Steele et al., OOPSLA 2014).
-_GAMMA = 0x9E3779B97F4A7C15
+_MAX_TABLE_BITS = 10  # width of a half up to which all its hashes are computed at once
+_BLOCK = 1 << 12  # positions that ``__iter__`` looks up at once
+# Odd constants of SplitMix64 (Steele et al., OOPSLA 2014). Multiples of the golden
+# ratio, here in units of 2**-64, are spread evenly modulo 1.
+GOLDEN_RATIO = 0x9E3779B97F4A7C15
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
 _MASK_64 = (1 << 64) - 1
 
-# Positions that ``paced`` looks up at once: about half a millisecond.
-MOMENT = 1 << 10
-# Seconds that a thread sleeps so that others get the GIL.
-_PAUSE = 1e-5
+CHUNK = 1 << 10  # positions that ``paced`` looks up at once: about half a millisecond
+_PAUSE_SECONDS = 1e-5  # of sleep, so that other threads get the GIL
 
 
 class KeyedOrder(abc.ABC):
-    """A sampler whose order follows from its seed and an epoch.
+    """A sampler whose order is a function of its seed and an epoch.
 
-    A loader sets the epoch, a new one for each iteration, and restores it.
+    A loader sets a new epoch for each iteration, and restores it from a state.
     """
 
     def __init__(self, seed: int) -> None:
@@ -46,7 +44,7 @@ class KeyedOrder(abc.ABC):
         self.epoch: int = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the order of ``epoch``; calling it twice changes nothing more."""
+        """Choose the order of ``epoch``. Idempotent."""
         self.epoch = operator.index(epoch)
 
     def copy(self) -> Self:
@@ -55,15 +53,15 @@ class KeyedOrder(abc.ABC):
 
     @abc.abstractmethod
     def __iter__(self) -> Iterator[Any]:
-        """Return an iterator over the order of the epoch that is set."""
+        """Return an iterator over the order of the current epoch."""
 
     @abc.abstractmethod
     def described(self) -> dict[str, Any]:
-        """Return what tells its order from others, but for the epoch; for JSON."""
+        """Return what determines the order besides the epoch, ready for JSON."""
 
 
 class SeekableOrder(KeyedOrder):
-    """An order of ``n`` indices with random access: any part of it is computed."""
+    """An order of ``n`` indices with random access: any part can be computed."""
 
     def __init__(self, n: int, seed: int) -> None:
         self.n: int = operator.index(n)
@@ -73,27 +71,23 @@ class SeekableOrder(KeyedOrder):
 
     @abc.abstractmethod
     def at(self, positions: "np.ndarray[Any, Any]") -> Indices:
-        """Return the indices at positions from 0 to before ``n``, in any order.
+        """Return the indices at ``positions`` in ``range(n)``.
 
         Args:
-            positions: Integers of shape ``(k,)``.
+            positions: Integers of shape ``(k,)``, in any order.
 
         Returns:
-            A fresh array of shape ``(k,)``, dtype int64.
+            A new array of shape ``(k,)``, dtype int64.
         """
 
     def take(self, start: int, stop: int) -> Indices:
-        """Return the indices at positions ``start`` to ``stop``.
-
-        Args:
-            start: First position, at least 0.
-            stop: Position after the last; at most ``n``.
+        """Return the indices at positions from ``start`` to before ``stop``.
 
         Returns:
-            A fresh array of shape ``(stop - start,)``, dtype int64.
+            A new array of shape ``(stop - start,)``, dtype int64.
 
         Raises:
-            IndexError: If the range leaves ``0 <= start <= stop <= n``.
+            IndexError: Unless ``0 <= start <= stop <= n``.
         """
         if not 0 <= start <= stop <= self.n:
             raise IndexError(
@@ -102,12 +96,12 @@ class SeekableOrder(KeyedOrder):
         return self.at(np.arange(start, stop, dtype=np.uint64))
 
     def listed(self, indices: Any) -> list[int]:
-        """Return an array or tensor of its indices as a dataset gets them."""
+        """Return an array or tensor of indices as the list that a dataset gets."""
         listed: list[int] = indices.tolist()
         return listed
 
     def described(self) -> dict[str, Any]:
-        """Return what tells its order from others, but for the epoch."""
+        """Return what determines the order besides the epoch, ready for JSON."""
         return {"sampler": type(self).__name__, "length": self.n, "seed": self.seed}
 
     def __len__(self) -> int:
@@ -128,11 +122,10 @@ class SeekableOrder(KeyedOrder):
 
 
 class ShuffledIndices(SeekableOrder):
-    """Visit ``range(n)`` in a shuffled order without holding it.
+    """Visit ``range(n)`` in a shuffled order without storing it.
 
-    A sampler for datasets too large to permute in memory: constant memory, and the
-    sample at any position is computed, not looked up. The order is a function of
-    (``n``, ``seed``, epoch) alone.
+    A sampler for datasets too large to permute in memory: it computes the index at any
+    position. The order depends only on ``n``, ``seed`` and the epoch.
 
     Example:
         >>> order = ShuffledIndices(10, seed=1)
@@ -148,15 +141,15 @@ class ShuffledIndices(SeekableOrder):
         super().__init__(n, seed)
         # Two halves of the same width, so the domain is at most 4n.
         self._half = max(1, ((max(self.n, 1) - 1).bit_length() + 1) // 2)
-        self._rounds: Words | None = None  # their keys or hashes, once needed
+        self._rounds: Words | None = None  # keys or hashes of the rounds, once needed
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the order of ``epoch``; calling it twice changes nothing more."""
+        """Choose the order of ``epoch``. Idempotent."""
         super().set_epoch(epoch)
         self._rounds = None
 
     def at(self, positions: "np.ndarray[Any, Any]") -> Indices:
-        """Return the indices at positions from 0 to before ``n``, in any order."""
+        """Return the indices at ``positions`` in ``range(n)``."""
         values = self._permute(positions.astype(np.uint64))
         outside = np.flatnonzero(values >= self.n)
         while outside.size:
@@ -175,13 +168,13 @@ class ShuffledIndices(SeekableOrder):
             data = value.to_bytes(8 * size, "little", signed=True)
             for word in memoryview(data).cast("Q"):
                 state = _splitmix(state ^ word)
-        keys = [_splitmix(state + i * _GAMMA) for i in range(_ROUNDS)]
+        keys = [_splitmix(state + i * GOLDEN_RATIO) for i in range(_ROUNDS)]
         return np.array(keys, np.uint64)
 
     def _permute(self, values: Words) -> Words:
         half = np.uint64(self._half)
         mask = np.uint64((1 << self._half) - 1)
-        is_tabled, rounds = self._half <= _TABLED, self._rounds
+        is_tabled, rounds = self._half <= _MAX_TABLE_BITS, self._rounds
         if rounds is None:
             rounds = self._round_keys()
             if is_tabled:
@@ -202,31 +195,28 @@ def _hash(words: Words) -> Words:
 
 
 def _splitmix(state: int) -> int:
-    mixed = (state + _GAMMA) & _MASK_64
+    mixed = (state + GOLDEN_RATIO) & _MASK_64
     mixed = ((mixed ^ (mixed >> 30)) * int(_MIX_1)) & _MASK_64
     mixed = ((mixed ^ (mixed >> 27)) * int(_MIX_2)) & _MASK_64
     return mixed ^ (mixed >> 31)
 
 
-def keyed_order(length: int, seed: int, epoch: int, place: int) -> ShuffledIndices:
-    """Return a permutation of ``range(length)`` for one place of an epoch."""
-    order = ShuffledIndices(length, seed * _GAMMA + place)
+def keyed_order(length: int, seed: int, epoch: int, key: int) -> ShuffledIndices:
+    """Return an epoch's permutation of ``range(length)`` for one ``key``."""
+    order = ShuffledIndices(length, seed * GOLDEN_RATIO + key)
     order.set_epoch(epoch)
     return order
 
 
 def paced(order: ShuffledIndices) -> Iterator[list[int]]:
-    """Yield all of a permutation in parts; use a thread for a long one.
-
-    Other threads get the GIL between two parts.
-    """
-    for start in range(0, order.n, MOMENT):
+    """Yield a permutation in chunks and let other threads take the GIL in between."""
+    for start in range(0, order.n, CHUNK):
         if start:
             pause()
-        places: list[int] = order.take(start, min(start + MOMENT, order.n)).tolist()
-        yield places
+        indices: list[int] = order.take(start, min(start + CHUNK, order.n)).tolist()
+        yield indices
 
 
 def pause() -> None:
     """Let other threads take the GIL."""
-    time.sleep(_PAUSE)
+    time.sleep(_PAUSE_SECONDS)

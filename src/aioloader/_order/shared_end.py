@@ -1,7 +1,7 @@
-"""Where an epoch ends if each rank has another, unknown number of batches.
+"""The common end of an epoch in which ranks have different, unknown numbers of batches.
 
-Each rank counts its batches as they are made, ahead of their delivery, and tells the
-others. Pure and synchronous: a ``StoreTalk`` of the stream carries the counts.
+Each rank counts its batches when they are made, before delivery, and reports the count
+to the others. Pure and synchronous: ``EpochEndRounds`` exchanges the counts.
 """
 
 from collections.abc import Sequence
@@ -10,55 +10,55 @@ from typing import NamedTuple
 
 
 class RankCounts(NamedTuple):
-    """What is known of all ranks."""
+    """The reported batches of all ranks."""
 
-    least: int = 0  # batches of the rank that has told the fewest
-    most: int = 0  # of the one that has told the most
-    going: int | None = 0  # as ``least``, of ranks that have not ended; None: all have
-    cut: int | None = None  # of the rank that ended with the fewest; None: none has
+    least: int = 0  # the fewest batches of a rank
+    most: int = 0  # the most batches of a rank
+    going: int | None = 0  # the fewest of ranks that have not ended; None: all have
+    cut: int | None = None  # the fewest of ranks that have ended; None: none has
     left: Sequence[int] = ()  # ranks that have left the iteration early
 
     @classmethod
-    def of(cls, told: Sequence[tuple[int, bool, bool]]) -> "RankCounts":
-        """Return what follows from what all ranks have told, in order.
+    def of(cls, reports: Sequence[tuple[int, bool, bool]]) -> "RankCounts":
+        """Combine the reports of all ranks, by rank.
 
-        That is: the batches so far, whether the rank has no more, and whether its
-        consumer has left the iteration early.
+        A report: batches so far, whether there are no more, and whether the consumer
+        has left the iteration early.
         """
-        going = [count for count, has_ended, _ in told if not has_ended]
-        ended = [count for count, has_ended, _ in told if has_ended]
+        going = [count for count, has_ended, _ in reports if not has_ended]
+        ended = [count for count, has_ended, _ in reports if has_ended]
         return cls(
             least=min(going + ended),
             most=max(going + ended),
             going=min(going, default=None),
             cut=min(ended, default=None),
-            left=[rank for rank, (_, _, has_left) in enumerate(told) if has_left],
+            left=[rank for rank, (_, _, has_left) in enumerate(reports) if has_left],
         )
 
 
 @dataclass
 class SharedEnd:
-    """One rank's side of the end that all ranks share."""
+    """One rank's view of the end that all ranks share."""
 
-    # Ranks that have ended repeat samples until the last one ends; else all end with
-    # the first one.
+    # Ranks that have ended repeat samples until the last rank ends; otherwise all end
+    # with the first rank.
     pads: bool
-    made: int = 0  # batches of this rank
-    passed: int = 0  # of them, and repeated ones
-    has_ended: bool = False  # this rank has no more of its own
+    made: int = 0  # batches that this rank has made
+    passed: int = 0  # batches delivered, repeated ones too
+    has_ended: bool = False  # this rank makes no more batches
     counts: RankCounts = field(default_factory=RankCounts)
     is_agreed: bool = False  # all ranks know the end
 
     def has_news(self) -> bool:
-        """Tell whether there is more to tell the others.
+        """Tell whether to report now.
 
-        That is when few are left of the batches that all ranks have told, compared to
-        the new ones: a round takes many, and is over before the few are used up.
+        A round takes time, so it should report many new batches, and start before the
+        batches that all ranks have reported are used up.
         """
-        told = self.counts.going
-        if self.has_ended or told is None:
+        reported = self.counts.going
+        if self.has_ended or reported is None:
             return self.has_ended
-        return self.made - told >= max(1, 3 * (told - self.passed))
+        return self.made - reported >= max(1, 3 * (reported - self.passed))
 
     def total(self) -> int | None:
         """Return how many batches every rank delivers, if it is known."""
@@ -68,11 +68,11 @@ class SharedEnd:
         return counts.cut if counts.cut == counts.least else None
 
     def may_pass(self) -> bool:
-        """Tell whether all ranks have the next batch, or need not."""
+        """Tell whether the next batch may be delivered: all ranks have or repeat it."""
         return self.pads or self.passed < self.counts.least
 
     def needs_others(self) -> bool:
-        """Tell whether this rank can do nothing before others have told more."""
+        """Tell whether this rank must wait for reports of the others."""
         if self.is_over():
             return not self.is_agreed
         if self.pads:
@@ -80,11 +80,11 @@ class SharedEnd:
         return not self.may_pass() and (self.has_ended or self.made > self.passed)
 
     def is_over(self) -> bool:
-        """Tell whether all batches were passed on."""
+        """Tell whether all batches were delivered."""
         return self.passed == self.total()
 
     def lacking(self) -> int:
-        """Return how many batches other ranks have that this one must repeat."""
+        """Return how many batches this rank must repeat to keep up with the others."""
         if not (self.pads and self.has_ended):
             return 0
-        return max(0, self.counts.most - self.passed)  # others may not have heard yet
+        return max(0, self.counts.most - self.passed)  # reports may be older

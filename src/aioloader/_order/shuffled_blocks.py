@@ -1,12 +1,11 @@
-"""A shuffle that keeps neighbours near: blocks of indices, permuted, in windows.
+"""A shuffle of blocks, so that neighbours can be read with one request.
 
-Where a request costs more than a sample's bytes, neighbours are read together: they are
-a block. A position becomes an index by a few keyed permutations, in O(1):
+A few keyed permutations map a position to an index, in O(1):
 
-    position -> lane -> place within a window of the lane -> block -> index
+    position -> lane -> offset in a window of the lane -> block -> index
 
-The order of all blocks is cut into lanes of equal length, which take turns. Each lane
-is cut into windows, and each window is permuted, so a block spreads over its window.
+The shuffled blocks are cut into lanes of equal length, which take turns. Each lane is
+cut into windows, and each window is permuted: a block's indices spread over a window.
 """
 
 import operator
@@ -16,6 +15,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from aioloader._order.permutation import (
+    GOLDEN_RATIO,
     MAX_N,
     Indices,
     SeekableOrder,
@@ -23,19 +23,16 @@ from aioloader._order.permutation import (
     keyed_order,
 )
 
-# Windows of one length share a permutation. The fractions of their numbers times this,
-# the golden ratio, say where in it each begins.
-_TURN = np.uint64(0x9E3779B97F4A7C15)
-# The places in an epoch of the permutations of blocks, of the short one, of windows.
+_TURN = np.uint64(GOLDEN_RATIO)
+# Keys of an epoch's permutations: of blocks, of the short block's position, of windows.
 _BLOCKS, _SHORT, _WINDOWS = range(3)
 
 
 class BlockIndex(int):
-    """An index that is asked for with all others of its block, sooner or later.
+    """An index whose block is read as a whole.
 
     Attributes:
-        spread: Indices of a block, which begins at a multiple of that number; and over
-            how many of the order it spreads.
+        spread: Indices per block, and the number of positions over which it spreads.
     """
 
     __slots__ = ()
@@ -47,10 +44,10 @@ class BlockIndex(int):
 
 @lru_cache
 def _class_of(spread: tuple[int, int]) -> type[BlockIndex]:
-    """Return the class of indices of such blocks.
+    """Return the class of indices with this spread.
 
-    Without attributes of their own the garbage collector does not track them, which
-    would make it collect once in 40,000 samples: a stop of 70 ms.
+    A class attribute, because the garbage collector would track instances with their
+    own attributes: it would run once in 40,000 samples and take 70 ms.
     """
     return type("BlockIndex", (BlockIndex,), {"__slots__": (), "spread": spread})
 
@@ -62,15 +59,15 @@ def _block_index(spread: tuple[int, int], index: int) -> BlockIndex:
 class ShuffledBlocks(SeekableOrder):
     """Visit ``range(n)`` in blocks of neighbours, shuffled within windows of blocks.
 
-    A sampler for samples in shards, which ``IndexedDataset.shuffled`` makes. It is
-    exact: each index once. Rank r of R gets every R-th position, so blocks stay on one
-    rank if R divides ``lanes``, but for those in which a lane begins.
+    A sampler for samples in shards, which ``IndexedDataset.shuffled`` makes. Each index
+    is visited once. Rank r of R gets every R-th position, so a block stays on one rank
+    if R divides ``lanes``, except where a lane begins.
 
     Args:
         n: Number of indices, from 0 to ``2**63``.
-        block: Neighbours that are read together; multiples of it begin a block.
-        window: Indices permuted at a time, of all lanes together; 0: a lane gives each
-            block in its order.
+        block: Neighbours that are read together; a block begins at each multiple.
+        window: Indices permuted at a time, of all lanes together; 0: blocks of a lane
+            are visited one after the other, each in its order.
         seed: Key of the permutations; any integer.
         lanes: Parts of the order that take turns.
 
@@ -94,32 +91,32 @@ class ShuffledBlocks(SeekableOrder):
         self._orders: dict[tuple[int, int], ShuffledIndices] = {}
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the order of ``epoch``; calling it twice changes nothing more."""
+        """Choose the order of ``epoch``. Idempotent."""
         super().set_epoch(epoch)
         self._orders = {}
 
     def at(self, positions: "np.ndarray[Any, Any]") -> Indices:
-        """Return the indices at positions from 0 to before ``n``, in any order."""
+        """Return the indices at ``positions`` in ``range(n)``."""
         place, lane = np.divmod(np.asarray(positions).astype(np.int64), self.lanes)
         least, longer = divmod(self.n, self.lanes)
         if self.window:
             place = self._in_window(place, lane, least + (lane < longer))
         place += lane * least + np.minimum(lane, longer)
-        # Now a place in the order of blocks. The last block may be short: it is the
-        # one at ``short``, and those after it begin ``rest`` later.
+        # Now a place in the order of blocks. The range may end with a short block:
+        # it is at place ``short``, and later blocks begin ``rest`` places later.
         block, (full, rest) = self.block, divmod(self.n, self.block)
         short = self._order(full + 1, _SHORT)[0] * block if rest else MAX_N - 1
         is_short = (place >= short) & (place < short + rest)
-        found = place - short + full * block
+        indices = place - short + full * block
         whole = ~is_short
         number, offset = np.divmod(place - np.where(place >= short, rest, 0), block)
         if whole.any():
             blocks = self._order(full, _BLOCKS).at(number[whole])
-            found[whole] = blocks * block + offset[whole]
-        return found
+            indices[whole] = blocks * block + offset[whole]
+        return indices
 
     def listed(self, indices: Any) -> list[int]:
-        """Return an array or tensor of its indices as a dataset gets them."""
+        """Return an array or tensor of indices as a list of ``BlockIndex``."""
         plain = super().listed(indices)
         if self.block == 1:
             return plain
@@ -127,7 +124,7 @@ class ShuffledBlocks(SeekableOrder):
         return [*map(_class_of(spread), plain)]
 
     def described(self) -> dict[str, Any]:
-        """Return what tells its order from others, but for the epoch."""
+        """Return what determines the order besides the epoch, ready for JSON."""
         shape = {"block": self.block, "window": self.window, "lanes": self.lanes}
         return {
             "sampler": "ShuffledBlocks",
@@ -141,18 +138,19 @@ class ShuffledBlocks(SeekableOrder):
             f"seed={self.seed}, lanes={self.lanes}, epoch={self.epoch})"
         )
 
-    def _order(self, length: int, place: int) -> ShuffledIndices:
-        order = self._orders.get((length, place))
+    def _order(self, length: int, key: int) -> ShuffledIndices:
+        order = self._orders.get((length, key))
         if order is None:
-            order = keyed_order(length, self.seed, self.epoch, place)
-            self._orders[length, place] = order
+            order = keyed_order(length, self.seed, self.epoch, key)
+            self._orders[length, key] = order
         return order
 
     def _in_window(self, place: Any, lane: Any, lengths: Any) -> Any:
-        """Return the place in its lane of each ``place``, permuted within windows."""
+        """Permute places in lanes of ``lengths`` within their windows."""
         span = max(1, self.window // self.lanes)
         number, place = np.divmod(place, span)
         ends = np.minimum(span, lengths - number * span)  # the last one may be shorter
+        # Windows of one length share a permutation; each starts elsewhere in it.
         turn = (number * self.lanes + lane).astype(np.uint64) * _TURN >> np.uint64(11)
         place = (place + (turn % ends.astype(np.uint64)).astype(np.int64)) % ends
         for length in np.unique(ends).tolist():

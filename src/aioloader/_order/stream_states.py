@@ -1,17 +1,14 @@
-"""The state of one of aioloader's streams: of one rank, or of all ranks at one moment.
+"""The state of one of aioloader's streams, of one rank or of all ranks together.
 
-The state is global: the position of all ranks together, and for each reader its state
-and the number of its samples before that state. All ranks have delivered these samples,
-so the state can be loaded on another number of ranks. It holds the description of the
-stream: a dict, ready for JSON, of ``"kind"``, the parameters that determine the samples
-and their order, and ``"of"``, the description of the stream before it. The location of
-the data (root, store, credentials), caches, and how much is read ahead are no part of
-it. ``"function"`` is the name of a user function, which may have been renamed: a
-difference there is only worth a warning.
+It holds the position of all ranks together, and each reader's state and number of
+samples, so it can be loaded on another number of ranks. Its description of the stream
+is a JSON-ready dict of ``"kind"``, the parameters that determine the samples and their
+order, and ``"of"``, the description of the stream before it; not the data's location,
+caches or read-ahead. ``"function"`` is the name of a user function, which may have been
+renamed: a difference there is only a warning.
 
-A state may come from a file that was truncated, edited, or restored only in part. Each
-wrong value would have its own consequence: another error, or silently other samples. So
-a state carries a checksum of its contents, and only what was saved is ever loaded.
+A checksum detects states that were truncated, edited, or restored only in part: they
+could silently yield wrong samples.
 """
 
 import contextlib
@@ -34,12 +31,11 @@ VERSION = 5
 def state_of(**entries: Any) -> State:
     """Return a state.
 
-    Its entries are ``stream``: its description; ``epoch``: its number; ``begun``: the
-    number of the epoch in which the readers were at their beginning; ``readers``: how
-    many are in the order; ``position``: how many positions all ranks have taken, if all
-    are in step; ``streams``: for each reader (a string) its ``"state"`` after
-    ``"taken"`` samples, and ``"ended"`` if there are no more. ``ended`` is added once
-    these ranks have delivered all.
+    Its entries are ``stream``: the description; ``epoch``: the number; ``begun``: the
+    epoch in which the readers began; ``readers``: their number; ``position``: how many
+    positions all ranks have taken, if all are in step; ``streams``: for each reader (a
+    string) its ``"state"`` after ``"taken"`` samples, and ``"ended"`` if there are no
+    more. ``ended`` is added once these ranks have delivered all their samples.
     """
     return {"version": VERSION, **entries}
 
@@ -52,8 +48,7 @@ def opened(state: Any) -> State:
     """Return a state without its checksum.
 
     Raises:
-        StateMismatchError: If it is not a state, of another version, or not as it was
-            saved.
+        StateMismatchError: If it is no state, of another version, or damaged.
     """
     version = state.get("version") if isinstance(state, Mapping) else None
     if version != VERSION:
@@ -64,22 +59,22 @@ def opened(state: Any) -> State:
             expected=version,
             found=VERSION,
         )
-    found = {key: one for key, one in state.items() if key != "checksum"}
-    if state.get("checksum") != checksum(found):
+    entries = {key: value for key, value in state.items() if key != "checksum"}
+    if state.get("checksum") != checksum(entries):
         raise StateMismatchError(
             "the state is damaged, or only a part of it: it is not as it was saved; "
             "load what state_dict() returned, or restart the epoch",
             expected=state.get("checksum"),
-            found=checksum(found),
+            found=checksum(entries),
         )
-    return found
+    return entries
 
 
 def checksum(value: Any) -> int:
     """Return a checksum that JSON, pickle and ``torch.save`` preserve.
 
-    Lists and tuples are alike, as are keys and their text, in any order. What JSON
-    cannot hold has no part in it. An error in place of a state is raised.
+    Lists equal tuples, keys equal their text, and the order of keys does not matter.
+    Values that JSON cannot hold are ignored. An error in place of a state is raised.
     """
     words: list[str] = []
     _spell(value, words.append)
@@ -93,10 +88,10 @@ def _spell(value: Any, add: Callable[[str], object]) -> None:
         add(str(value))
     elif isinstance(value, (list, tuple)):
         add("[")
-        for one in value:
-            _spell(one, add)
+        for item in value:
+            _spell(item, add)
         add("]")
-    elif isinstance(value, (dict, Mapping)):  # in this order: a dict is found quickly
+    elif isinstance(value, (dict, Mapping)):  # ``dict`` first: the check is faster
         add("{")
         for key in sorted(value, key=str):
             add(str(key))
@@ -110,37 +105,37 @@ def _spell(value: Any, add: Callable[[str], object]) -> None:
             add(str(index(value)))
 
 
-def part_of(state: State, deal: ReaderAssignment) -> State:
+def part_of(state: State, assignment: ReaderAssignment) -> State:
     """Return the part of a state that one rank needs.
 
     Raises:
         StateMismatchError: If a reader is missing.
     """
-    hosted, streams = deal.hosted(), state["streams"]
-    missing = [reader for reader in hosted if str(reader) not in streams]
+    assigned, streams = assignment.assigned(), state["streams"]
+    missing = [reader for reader in assigned if str(reader) not in streams]
     if missing:
         raise StateMismatchError(
             f"the state has {_named(streams)} of {state['readers']}, but rank "
-            f"{deal.rank} of {deal.ranks} (ranks times workers) also reads "
+            f"{assignment.rank} of {assignment.ranks} (ranks times workers) also reads "
             f"{_listed(missing)}: merge the states of all ranks with merge_states() "
             "and load the result",
             expected=sorted(map(int, streams)),
-            found=sorted(hosted),
+            found=sorted(assigned),
         )
     return {
         **state,
-        "streams": {str(reader): streams[str(reader)] for reader in hosted},
+        "streams": {str(reader): streams[str(reader)] for reader in assigned},
     }
 
 
 def merged(states: Sequence[State], *, is_part: bool = False) -> State:
-    """Return the positions of all ranks as one, which any number of ranks can load.
+    """Merge the states of all ranks into one that any number of ranks can load.
 
-    All must be saved after the same number of batches; a rank that ended earlier may
-    have had fewer. If it is a part, readers may be missing.
+    All must be saved after the same number of batches, except of ranks that ended
+    earlier. If the result ``is_part`` of a state, readers may be missing.
 
     Raises:
-        StateMismatchError: If they are not of one epoch and one moment, or if readers
+        StateMismatchError: If the states are of different epochs or moments, or readers
             are missing.
         ValueError: If there are no states.
     """
@@ -150,22 +145,22 @@ def merged(states: Sequence[State], *, is_part: bool = False) -> State:
     _check_alike(states)
     position = _latest(states)
     if not are_in_step(states):
-        others = sorted({one["position"] for one in states} - {position})
+        positions = sorted({state["position"] for state in states} - {position})
         raise StateMismatchError(
             f"the states are not of one moment: one was saved after {position:,} "
-            f"samples of all ranks, others after {', '.join(map(str, others))}; save "
-            "all ranks after the same number of batches",
+            f"samples of all ranks, others after {', '.join(map(str, positions))}; "
+            "save all ranks after the same number of batches",
             expected=position,
-            found=others,
+            found=positions,
         )
     streams: State = {}
     for state in states:
-        # Up to a later position there may be no more samples, or more that failed.
+        # The failures of a rank that ended earlier are incomplete at this position.
         left_out = {"failed"} if state["position"] < position else set()
-        for reader, one in state["streams"].items():
-            if reader not in streams or _progress(one) > _progress(streams[reader]):
-                streams[reader] = {k: v for k, v in one.items() if k not in left_out}
-    missing = [one for one in range(first["readers"]) if str(one) not in streams]
+        for reader, stream in state["streams"].items():
+            if reader not in streams or _progress(stream) > _progress(streams[reader]):
+                streams[reader] = {k: v for k, v in stream.items() if k not in left_out}
+    missing = [n for n in range(first["readers"]) if str(n) not in streams]
     if missing and not is_part:
         raise StateMismatchError(
             f"the states have {_named(streams)} of {first['readers']}; "
@@ -174,9 +169,9 @@ def merged(states: Sequence[State], *, is_part: bool = False) -> State:
             expected=first["readers"],
             found=sorted(map(int, streams)),
         )
-    whole = {key: one for key, one in first.items() if key != "ended"}
+    whole = {key: value for key, value in first.items() if key != "ended"}
     whole["position"] = position
-    whole["streams"] = {one: streams[one] for one in sorted(streams, key=int)}
+    whole["streams"] = {key: streams[key] for key in sorted(streams, key=int)}
     is_over = all(state.get("ended") for state in states)
     return {**whole, "ended": True} if is_over else whole
 
@@ -205,25 +200,20 @@ def _check_alike(states: Sequence[State]) -> None:
 
 def are_in_step(states: Sequence[State]) -> bool:
     """Tell whether all ranks or workers are at one position, or have ended before."""
-    position = _latest(states)
-    return all(
-        one["position"] <= position if one.get("ended") else one["position"] == position
-        for one in states
-    )
+    last = _latest(states)
+    positions = ((state["position"], state.get("ended")) for state in states)
+    return all(n <= last if has_ended else n == last for n, has_ended in positions)
 
 
 def _latest(states: Sequence[State]) -> int:
-    """Return the position of the ranks that continue, or else the last one's.
-
-    A rank that has ended has taken all its samples, which cannot be more.
-    """
-    going = [one for one in states if not one.get("ended")]
-    latest: int = max(one["position"] for one in going or states)
+    """Return the latest position of the ranks that have not ended, or else of all."""
+    going = [state for state in states if not state.get("ended")]
+    latest: int = max(state["position"] for state in going or states)
     return latest
 
 
-def _progress(one: State) -> tuple[bool, int]:
-    return one.get("ended", False), one["taken"]
+def _progress(stream: State) -> tuple[bool, int]:
+    return stream.get("ended", False), stream["taken"]
 
 
 def _named(streams: State) -> str:
@@ -238,10 +228,10 @@ def _listed(readers: Sequence[int]) -> str:
 Differences: TypeAlias = tuple[list[str], list[str]]
 
 
-def differences(saved: Description, found: Description) -> Differences:
-    """Compare two descriptions; return texts for an error, and for a warning."""
-    before, now = _steps_of(saved), _steps_of(found)
-    chains = [".".join(one["kind"] for one in steps) for steps in (before, now)]
+def differences(saved: Description, current: Description) -> Differences:
+    """Compare two descriptions; return the texts of errors and of warnings."""
+    before, now = _steps_of(saved), _steps_of(current)
+    chains = [".".join(step["kind"] for step in steps) for steps in (before, now)]
     if chains[0] != chains[1]:
         return [f"it was saved by {chains[0]}, and this is {chains[1]}"], []
     result: Differences = [], []
@@ -274,25 +264,21 @@ def _steps_of(description: Description) -> list[Description]:
     steps = [description]
     while "of" in steps[-1]:
         steps.append(steps[-1]["of"])
-    return [{k: v for k, v in one.items() if k != "of"} for one in reversed(steps)]
+    return [{k: v for k, v in step.items() if k != "of"} for step in reversed(steps)]
 
 
-def mixed(states: Iterable[State]) -> dict[str, tuple[int, float]]:
-    """Return of each source of mixtures, by name, how often it was read.
+def mixture_counts(states: Iterable[State]) -> dict[str, tuple[int, float]]:
+    """Return the samples and the mean pass of its readers, by source of the mixtures.
 
-    The names of a mixture within another one follow that one's, after a slash. Of each:
-    the samples that it gave in total, and in which pass over it its readers are, on
-    average.
+    Sources of a mixture within a mixture are named ``"outer/inner"``.
     """
-    found: dict[str, list[tuple[int, int]]] = {}
+    counted: dict[str, list[tuple[int, int]]] = {}
     for state in states:
-        for one in state["streams"].values():
-            _count(state["stream"], one["state"] or {}, "", found)
+        for reader in state["streams"].values():
+            _count(state["stream"], reader["state"] or {}, "", counted)
     return {
-        name: (sum(samples), sum(passes) / len(passes))
-        for name, (samples, passes) in (
-            (name, tuple(zip(*counts, strict=True))) for name, counts in found.items()
-        )
+        name: (sum(n for n, _ in counts), sum(n for _, n in counts) / len(counts))
+        for name, counts in counted.items()
     }
 
 
@@ -300,9 +286,9 @@ def _count(
     stream: Description,
     state: State,
     prefix: str,
-    found: dict[str, list[tuple[int, int]]],
+    counted: dict[str, list[tuple[int, int]]],
 ) -> None:
-    """Add the samples and the passes of one reader, for each source of a mixture."""
+    """Add one reader's samples and pass, for each source of a mixture."""
     stream, state = _step(stream, state, {"mix"})
     if stream["kind"] != "mix":
         return
@@ -312,14 +298,15 @@ def _count(
     for name, source, count, up in zip(*each, counts, ups, strict=True):
         last, where = _step(source, up or {}, {"repeat", "mix"})
         passes = where.get("pass", 0) + 1 if last["kind"] == "repeat" else 1
-        found.setdefault(f"{prefix}{name}", []).append((count, passes if count else 0))
-        _count(source, up or {}, f"{prefix}{name}/", found)
+        pair = count, passes if count else 0
+        counted.setdefault(f"{prefix}{name}", []).append(pair)
+        _count(source, up or {}, f"{prefix}{name}/", counted)
 
 
 def _step(
     stream: Description, state: State, kinds: set[str]
 ) -> tuple[Description, State]:
-    """Return the last step of one of the kinds, or else the source, and its state."""
+    """Return the last step of one of the kinds, or the source, with its state."""
     while stream["kind"] not in kinds and "of" in stream:
         stream, state = stream["of"], state.get("up") or {}
     return stream, state
@@ -330,11 +317,12 @@ def _compare(
 ) -> None:
     was, is_now = old.get(name), new.get(name)
     if name == "streams" and was and is_now and len(was) == len(is_now):
-        for at, (one, other) in enumerate(zip(was, is_now, strict=True)):
-            for texts, more in zip(result, differences(one, other), strict=True):
-                texts.extend(f"stream {at} of {old['kind']}: {text}" for text in more)
+        for number, pair in enumerate(zip(was, is_now, strict=True)):
+            where = f"stream {number} of {old['kind']}"
+            for texts, more in zip(result, differences(*pair), strict=True):
+                texts.extend(f"{where}: {text}" for text in more)
         return
     if name == "streams":
-        was, is_now = (f"{len(found or ())} streams" for found in (was, is_now))
+        was, is_now = (f"{len(streams or ())} streams" for streams in (was, is_now))
     text = f"{name} of {old['kind']} was {was!r}, and is {is_now!r}"
     result[name == "function"].append(text)

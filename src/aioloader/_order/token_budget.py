@@ -1,7 +1,7 @@
 """Batches of samples of similar length, each within a budget of tokens.
 
-Windows of a shuffled order are sorted by length and cut into batches; nothing but the
-lengths is held beyond one window. An iterator's state is a window and a place in it.
+Windows of a shuffled order are sorted by length and cut into batches. Only the lengths
+and one window are in memory. An iterator's state is a window and a batch in it.
 Source: the bucketing of fairseq's ``batch_by_size`` and torchtext's ``pool``.
 """
 
@@ -15,8 +15,7 @@ import numpy as np
 
 from aioloader._order.permutation import KeyedOrder, keyed_order
 
-# Lengths that are converted at a time for a checksum.
-_BLOCK = 1 << 16
+_BLOCK = 1 << 16  # lengths that are converted at once for the checksum
 Integers: TypeAlias = np.ndarray[Any, np.dtype[np.integer[Any]]]
 
 
@@ -24,13 +23,12 @@ class TokenBudgetBatchSampler(KeyedOrder):
     """Batches of indices: samples of similar length, ``max_tokens`` after padding.
 
     For ``DataLoader(batch_sampler=...)`` over a map-style dataset whose samples are
-    padded to the longest of their batch. A window is ``window`` consecutive
-    samples of a shuffled order; it is sorted by length and cut where the number of
-    samples times the longest would exceed ``max_tokens``, and its batches come in a
-    random order. aioloader's loader gives each epoch another order (for torch's, call
-    ``set_epoch``), and resumes at any batch by making one window: some 3 ms for 10,000
-    samples. With ``rank=`` each rank takes every n-th batch; those of a step are
-    similar in tokens, not in samples.
+    padded to the longest of their batch. Each window of a shuffled order is sorted by
+    length and cut where the number of samples times the longest would exceed
+    ``max_tokens``; its batches come in a random order. aioloader's loader changes the
+    order in each epoch (for torch's, call ``set_epoch``), and resumes at any batch by
+    making one window: about 3 ms for 10,000 samples. With ``rank=`` each rank takes
+    every n-th batch; batches of one step have similar numbers of tokens, not samples.
 
     Example:
         >>> order = TokenBudgetBatchSampler([3, 9, 4, 8], 18, shuffle=False)
@@ -41,11 +39,11 @@ class TokenBudgetBatchSampler(KeyedOrder):
         lengths: Tokens of each sample: integers, at least 1, shape (samples,). An array
             or a CPU tensor is not copied.
         max_tokens: Limit on the samples of a batch times the longest of them.
-        window: Samples that are sorted together. More waste less on padding, and make
-            each batch less random.
-        shuffle: Whether the order is random; if not, windows follow the dataset, and
+        window: Samples that are sorted together. Larger windows waste less padding, but
+            make batches less random.
+        shuffle: Whether the order is random. If not, windows follow the dataset, and
             their batches ascend in length.
-        seed: Key of the order; any integer. All ranks need the same.
+        seed: Key of the order; any integer, the same on all ranks.
 
     Raises:
         ValueError: If ``max_tokens`` or ``window`` is below 1, lengths are not integers
@@ -69,17 +67,16 @@ class TokenBudgetBatchSampler(KeyedOrder):
             raise ValueError(f"window must be at least 1, got {window}")
         self.lengths: Integers = _checked(lengths, self.max_tokens)
         super().__init__(seed)
-        self._counted: tuple[int, int] | None = None  # an epoch and its batches
+        self._counted: tuple[int, int] | None = None  # an epoch, its number of batches
 
     def __iter__(self) -> "BudgetIterator":
         """Return an iterator with ``state_dict`` and ``load_state_dict``."""
         return BudgetIterator(self.copy())
 
     def __len__(self) -> int:
-        """Return the number of batches of the epoch that is set.
+        """Return the number of batches of the current epoch.
 
-        All windows are sorted for it, once for each epoch that is set: a second for
-        some 3,000,000 samples.
+        Once per epoch this sorts all windows: about a second for 3,000,000 samples.
         """
         epoch = self.epoch if self.shuffle else 0
         if self._counted is None or self._counted[0] != epoch:
@@ -96,15 +93,14 @@ class TokenBudgetBatchSampler(KeyedOrder):
         """Return the batches of one window, in their order."""
         indices, stops = self._cut(number)
         starts = [0, *stops[:-1]]
-        places = list(range(len(stops)))
-        if self.shuffle:
-            # The key 0 is that of the samples' order.
-            order = keyed_order(len(stops), self.seed, self.epoch, number + 1)
-            places = order.take(0, len(stops)).tolist()
-        return [indices[starts[at] : stops[at]] for at in places]
+        order = list(range(len(stops)))
+        if self.shuffle:  # with keys from 1: key 0 is for the samples
+            batches = keyed_order(len(stops), self.seed, self.epoch, number + 1)
+            order = batches.take(0, len(stops)).tolist()
+        return [indices[starts[batch] : stops[batch]] for batch in order]
 
     def _cut(self, number: int) -> tuple[Integers, list[int]]:
-        """Return the indices of a window, by length, and where its batches stop."""
+        """Return a window's indices sorted by length, and where each batch stops."""
         start = number * self.window
         stop = min(start + self.window, len(self.lengths))
         indices: Integers = np.arange(start, stop)
@@ -115,14 +111,14 @@ class TokenBudgetBatchSampler(KeyedOrder):
         small = lengths.astype(np.min_scalar_type(lengths.max()))
         by_length = np.argsort(small, kind="stable")  # up to 16 bits: a radix sort
         stops, first, budget = list[int](), 0, self.max_tokens
-        for at, length in enumerate(lengths[by_length].tolist()):
-            if (at + 1 - first) * length > budget:
-                stops.append(at)
-                first = at
+        for position, length in enumerate(lengths[by_length].tolist()):
+            if (position + 1 - first) * length > budget:
+                stops.append(position)
+                first = position
         return indices[by_length], [*stops, len(indices)]
 
     def described(self) -> dict[str, Any]:
-        """Return what tells its order from others, but for the epoch."""
+        """Return what determines the order besides the epoch, ready for JSON."""
         return {
             "sampler": type(self).__name__,
             "length": len(self.lengths),
@@ -134,11 +130,11 @@ class TokenBudgetBatchSampler(KeyedOrder):
 
     @cached_property
     def _checksum(self) -> int:
-        found = 0
+        checksum = 0
         for start in range(0, len(self.lengths), _BLOCK):
             block = self.lengths[start : start + _BLOCK].astype("<i8")
-            found = zlib.crc32(block.data, found)
-        return found
+            checksum = zlib.crc32(block.data, checksum)
+        return checksum
 
     def __repr__(self) -> str:
         return (
@@ -149,7 +145,7 @@ class TokenBudgetBatchSampler(KeyedOrder):
 
 
 class BudgetIterator:
-    """Iterate over the batches of one epoch, from any position."""
+    """Iterator over the batches of one epoch; it can start anywhere."""
 
     def __init__(self, sampler: TokenBudgetBatchSampler) -> None:
         self._sampler = sampler
@@ -171,39 +167,39 @@ class BudgetIterator:
         raise StopIteration
 
     def state_dict(self) -> dict[str, int]:
-        """Return the position after the last batch: an epoch, a window, a count."""
+        """Return the position: epoch, window, and batches taken of the window."""
         epoch = self._sampler.epoch
         return {"epoch": epoch, "window": self._window, "taken": self._taken}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continue at a position of this sampler or of an equal one."""
+        """Resume at a position that an iterator of an equal sampler saved."""
         self._sampler.set_epoch(state["epoch"])
         self._window, self._taken = state["window"], state["taken"]
         self._batches = None
 
 
 def _checked(lengths: Any, budget: int) -> Integers:
-    """Return lengths as an array; raise if they are no lengths within the budget."""
+    """Return lengths as an array; raise unless each is from 1 to ``budget``."""
     try:
-        found = np.asarray(lengths)
+        array = np.asarray(lengths)
     except ValueError as error:  # nested sequences of several lengths
         raise ValueError(f"lengths must have one dimension: {error}") from error
-    if found.ndim != 1:
+    if array.ndim != 1:
         raise ValueError(
-            f"lengths must have one dimension, got an array of shape {found.shape}"
+            f"lengths must have one dimension, got an array of shape {array.shape}"
         )
-    if not found.size:
+    if not array.size:
         return np.empty(0, np.int64)
-    if found.dtype.kind not in "iu":
-        raise ValueError(f"lengths must be integers, got values of type {found.dtype}")
-    least, longest = int(found.argmin()), int(found.argmax())
-    if found[least] < 1:
+    if array.dtype.kind not in "iu":
+        raise ValueError(f"lengths must be integers, got values of type {array.dtype}")
+    least, longest = int(array.argmin()), int(array.argmax())
+    if array[least] < 1:
         raise ValueError(
-            f"lengths must be at least 1, got {found[least]} at index {least}"
+            f"lengths must be at least 1, got {array[least]} at index {least}"
         )
-    if found[longest] > budget:
+    if array[longest] > budget:
         raise ValueError(
-            f"the sample at index {longest} has {found[longest]:,} tokens, more than "
+            f"the sample at index {longest} has {array[longest]:,} tokens, more than "
             f"max_tokens={budget:,}: leave it out, cut it, or allow more"
         )
-    return found
+    return array

@@ -89,7 +89,7 @@ class AheadFeed(Feed):
             if self.is_finished:
                 self._finish()
                 self.close()
-                self.epoch.judge()
+                self.epoch.check_failures()
                 raise StopIteration
             if self.pipeline.runner.is_on_loop():
                 refuse_blocking()
@@ -109,7 +109,7 @@ class AheadFeed(Feed):
         if self._has_started or self.is_finished:
             self._read_ahead()
         else:
-            if self.pipeline.pool is None and not self.epoch.draws_long(self._next):
+            if self.pipeline.pool is None and not self.epoch.draws_slowly(self._next):
                 self.open()
             else:  # in the thread: this waits for workers, or draws a long permutation
                 cpu = self.pipeline.runner.cpu
@@ -122,7 +122,7 @@ class AheadFeed(Feed):
             if self.is_finished:
                 self._finish()
                 await self.aclose()
-                self.epoch.judge()
+                self.epoch.check_failures()
                 raise StopAsyncIteration
             self.pipeline.runner.check_loop()
             began = perf_counter()

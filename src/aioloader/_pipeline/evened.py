@@ -168,7 +168,7 @@ class EvenedFeed(AheadFeed):
         queue.end_here()
         lacking = end.lacking()
         if lacking and not self._repeats:  # from the beginning of this rank's stream
-            first, self._turns = self._progress.bookmark().done, None
+            first, self._turns = self._progress.position().done, None
             queue.repeat(first)
             self._repeats, self._requests = True, self.epoch.order.batches(first)
         if lacking:

@@ -32,7 +32,7 @@ class InlineFeed(Feed):
         self._stream: StreamBatcher | None = None
         self._read: Callable[[BatchTask], None] = maker.read
         if maker.kind is Kind.ITERABLE:
-            resume = epoch.bookmark.states.get(0)
+            resume = epoch.start.states.get(0)
             self._stream = StreamBatcher(maker, resume=resume, keys=maker.reader_keys())
             self._read = self._stream.pull
         if isinstance(runner, CallerRunner):

@@ -61,7 +61,7 @@ class Feed(abc.ABC):
         self._progress = epoch.progress
         self._requests: Iterator[IndexBatch] = epoch.requests(as_lists=self._as_lists)
         self._lock = fork_safe(threading.RLock())
-        self._next = epoch.bookmark.done  # the number of the next request
+        self._next = epoch.start.done  # the number of the next request
         self._yielded = 0.0  # when the consumer's task last yielded to other tasks
         self._drawing: Future[list[IndexBatch]] | None = None  # a request, in a thread
         # Of streams: batches that are not delivered again, the order of their readers.
@@ -73,7 +73,7 @@ class Feed(abc.ABC):
         waits = (
             perf_counter() - self._yielded > YIELD_AFTER or self._drawing is not None
         )
-        if not (waits or self.epoch.draws_long(self._next)):
+        if not (waits or self.epoch.draws_slowly(self._next)):
             with contextlib.suppress(StopIteration), self._lock:
                 return self.next()
         return NOTHING
@@ -91,7 +91,7 @@ class Feed(abc.ABC):
             await asyncio.sleep(0)
             self._yielded = perf_counter()
         is_free = not (self.is_finished or self._drawing)
-        if is_free and self.epoch.draws_long(self._next):
+        if is_free and self.epoch.draws_slowly(self._next):
             thread = ThreadPoolExecutor(1, "aioloader-once")
             self._drawing = thread.submit(list, islice(self._requests, 1))
             thread.shutdown(wait=False)
@@ -121,7 +121,7 @@ class Feed(abc.ABC):
                     self._progress.is_over = True
             self.close()
             self._was_interrupted = isinstance(error, INTERRUPTS)
-            self.epoch.judge()
+            self.epoch.check_failures()
             raise
 
     def _check(self) -> None:
@@ -146,7 +146,7 @@ class Feed(abc.ABC):
         progress, state, error = self._progress, result.state, result.error
         is_wanted = number not in self._dropped
         if result.dataset is not None:
-            progress.leave(*result.dataset)
+            progress.note_dataset(*result.dataset)
         if error is not None:
             progress.fail(number, state)
         elif result.is_end:

@@ -1,4 +1,4 @@
-"""Checks that many datasets share: of arguments, options, and what a writer resumes."""
+"""Checks that datasets and writers share: of arguments, options and settings."""
 
 import difflib
 import functools
@@ -12,14 +12,14 @@ from aioloader.errors import StateMismatchError
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# Prefixes of store options that people pass in the wrong place.
-_OF_STORES = (
+# Prefixes of store options, which users often pass as options of the dataset.
+_STORE_OPTIONS = (
     "access_key", "account_", "allow_http", "aws_", "azure_", "bucket", "client_",
     "config", "container_", "credential", "default_region", "endpoint", "gcs_",
     "google_", "region", "retry_config", "s3_", "sas_", "secret_", "session_token",
     "skip_signature", "storage_options", "token", "virtual_hosted",
 )  # fmt: skip
-# Methods and arguments of WebDataset and of Hugging Face's streams, in our words.
+# Replacements for methods and arguments of WebDataset and of Hugging Face's streams;
 # docs/coming-from-webdataset.md explains them.
 METHODS = {
     "to_tuple": "use .map(lambda sample: (sample['jpg'], sample['cls']))",
@@ -41,7 +41,7 @@ METHODS = {
     "rename_columns": "use .map() with a function that makes a dict of the new names",
 }
 ARGUMENTS = {
-    "buffer_size": "pass the size first, .shuffle(1000); it is that of a window",
+    "buffer_size": "pass the size of a window as the first argument: .shuffle(1000)",
     "initial": "leave it out: a window is always read whole",
     "shardshuffle": "pass shuffle=True, which permutes all shards",
     "resampled": "use .repeat(), or .epoch_length(count) for equal epochs of all ranks",
@@ -56,7 +56,7 @@ ARGUMENTS = {
 
 
 def check_at_least(value: int, least: int, name: str) -> int:
-    """Return an integer; raise a TypeError or a ValueError unless it is enough."""
+    """Return an integer; raise a TypeError or ValueError unless it is large enough."""
     check_is(value, SupportsIndex, name, "an integer")
     number = operator.index(value)
     if number < least:
@@ -65,7 +65,7 @@ def check_at_least(value: int, least: int, name: str) -> int:
 
 
 def check_token(value: Any, name: str) -> int:
-    """Return a token; raise a TypeError or a ValueError if it is no int64."""
+    """Return a token; raise a TypeError or a ValueError if it is not an int64."""
     token = check_at_least(value, -(1 << 63), name)
     if token >= 1 << 63:
         raise ValueError(f"{name} must be below 2**63, as an int64 is, got {token:,}")
@@ -75,38 +75,35 @@ def check_token(value: Any, name: str) -> int:
 def check_same(
     begun: Mapping[str, Any], now: Mapping[str, Any], text: str, where: str
 ) -> None:
-    """Raise a StateMismatchError if a writer has begun something else than ``now``.
-
-    Its ``text`` says ``{where}``, and ``{what}`` differs: of mappings, which entries.
-    """
+    """Raise a StateMismatchError with ``text`` if a writer's settings have changed."""
     for name, old in begun.items():
         if old == (new := now[name]):
             continue
-        what = name
+        entries = ""
         if isinstance(old, Mapping) and isinstance(new, Mapping):
             names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
-            what += f" ({', '.join(names)})"
-        said = text.format(where=where, what=what)
-        raise StateMismatchError(said, expected=old, found=new)
+            entries = f" ({', '.join(names)})"
+        message = text.format(where=where, what=name + entries)
+        raise StateMismatchError(message, expected=old, found=new)
 
 
 def check_is(value: object, kind: Any, name: str, words: str) -> None:
-    """Raise a TypeError with ``words`` for the kind, unless ``value`` is of it."""
+    """Raise a TypeError that names the kind in ``words``, unless ``value`` is of it."""
     if not isinstance(value, kind):
         raise TypeError(f"{name} must be {words}, got {type(value).__name__}")
 
 
 def check_word(value: object, words: Any, name: str) -> None:
-    """Raise a ValueError unless ``value`` is one of the words of a ``Literal``."""
+    """Raise a ValueError unless ``value`` is in ``words``, a ``Literal``."""
     known = get_args(words)
     if value not in known:
-        *others, last = map(repr, known)
-        shown = f"{', '.join(others)} or {last}"
-        raise ValueError(f"{name} must be {shown}, got {value!r}")
+        *first, last = map(repr, known)
+        choices = f"{', '.join(first)} or {last}"
+        raise ValueError(f"{name} must be {choices}, got {value!r}")
 
 
 def position_of(index: SupportsIndex, count: int) -> int:
-    """Return an index of ``count`` samples, counted from the front."""
+    """Return an index of ``count`` samples as a number from 0 up."""
     position = operator.index(index)
     if not -count <= position < count:
         raise IndexError(f"index {position} is out of range for {count:,} samples")
@@ -116,31 +113,31 @@ def position_of(index: SupportsIndex, count: int) -> int:
 def names_options(function: Callable[P, T]) -> Callable[P, T]:
     """Make a function reject unknown options, and suggest the nearest name.
 
-    Known are its own names and those of a typed dictionary that it passes on; a
-    constructor suggests those of the classes that it derives from, too.
+    Known options are its parameters and the keys of the typed dictionary of its
+    ``**options``; a constructor also suggests those of base classes.
     """
 
     @functools.wraps(function)
     def checked(*args: P.args, **options: P.kwargs) -> T:
         for name in options:
             if name not in known:
-                raise _unknown(function, args[0], name)
+                raise _unknown_option(function, args[0], name)
         return function(*args, **options)
 
     known = {*inspect.signature(function).parameters, *_options_of(function)}
     return checked
 
 
-def _unknown(function: Callable[..., Any], first: object, name: str) -> TypeError:
+def _unknown_option(function: Callable[..., Any], owner: Any, name: str) -> TypeError:
     label, functions = function.__qualname__, [function]
     if function.__name__ == "__init__":
-        label = type(first).__name__
-        functions = [vars(kind).get("__init__", kind) for kind in type(first).__mro__]
+        label = type(owner).__name__
+        functions = [vars(cls).get("__init__", cls) for cls in type(owner).__mro__]
     known = sorted(set().union(*map(_options_of, functions)))
     nearest = difflib.get_close_matches(name, known, 1)
     if name in ARGUMENTS:
         hint = ARGUMENTS[name]
-    elif "store_options" in known and name.lower().startswith(_OF_STORES):
+    elif "store_options" in known and name.lower().startswith(_STORE_OPTIONS):
         hint = f"options of the store belong in store_options={{{name!r}: ...}}"
     elif nearest:
         hint = f"did you mean {nearest[0]!r}?"
@@ -151,11 +148,11 @@ def _unknown(function: Callable[..., Any], first: object, name: str) -> TypeErro
 
 def _options_of(function: Any) -> set[str]:
     """Return keyword-only names, and those in the typed dictionary of ``**options``."""
-    found: set[str] = set()
+    names: set[str] = set()
     if inspect.isfunction(function):
-        for name, one in inspect.signature(function).parameters.items():
-            if one.kind is one.KEYWORD_ONLY:
-                found.add(name)
-            elif one.kind is one.VAR_KEYWORD and (passed := get_args(one.annotation)):
-                found |= passed[0].__annotations__.keys()
-    return found
+        for name, p in inspect.signature(function).parameters.items():
+            if p.kind is p.KEYWORD_ONLY:
+                names.add(name)
+            elif p.kind is p.VAR_KEYWORD and (options := get_args(p.annotation)):
+                names |= options[0].__annotations__.keys()
+    return names

@@ -1,9 +1,9 @@
 """Data for language models: tokens of texts, arrays of samples, and files of tokens.
 
-A file is a run of integers; ``FILE.json`` next to it, the sidecar, has their type, the
-token that ends documents, and what resuming a writer needs. Megatron's ``.idx`` has a
-head, the sizes of sequences (int32), their byte offsets (int64) and the first sequence
-of each document (int64, with the number of sequences at the end), little-endian.
+A file is an array of integers. ``FILE.json`` next to it, the sidecar, has their type,
+the token that ends documents, and what resuming a writer needs. Megatron's ``.idx`` has
+a header, the sizes of sequences (int32), their byte offsets (int64) and the first
+sequence of each document (int64, then the number of sequences), all little-endian.
 Source: megatron/core/datasets/indexed_dataset.py of NVIDIA/Megatron-LM.
 """
 
@@ -34,23 +34,24 @@ from aioloader.errors import DatasetError
 Array: TypeAlias = np.ndarray[Any, Any]
 # The label that torch's ``cross_entropy`` ignores.
 IGNORED = -100
-# What makes tokens of each of several texts.
+# Returns the tokens of each text.
 EncodeTexts: TypeAlias = Callable[[list[str]], Any]
 _MAGIC, _VERSION = b"MMIDIDX\x00\x00", 1
 _HEAD = struct.Struct("<9sQBQQ")
-# Those of floats, 6 and 7, hold no tokens.
+# Megatron's numbers of types; 6 and 7 are floats, which tokens never are.
 _CODES = {"uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "uint16": 8}
 _SIDECAR_VERSION = 1
-_OTHER = (
+_MISMATCH = (
     "{where} was started with another {what}; remove it, with its hidden '.partial' "
     "files, or write to another path"
 )
-# Sequences of an index that is written at a time.
-_AT_ONCE = 1 << 18
-# Documents of an index that are checked when the first of them is needed.
-_CHECKED_AT_ONCE = 256
-# Returns the version of a file, or raises a FileNotFoundError; returns some bytes.
+# Sequences of an index to write at once.
+_WRITE_CHUNK = 1 << 18
+# Documents of an index to check at once, when the first of them is needed.
+_CHECK_CHUNK = 256
+# Returns the version of a file, or raises a FileNotFoundError.
 VersionOf = Callable[[Address], Version]
+# Returns the bytes of a file between two offsets.
 ReadRange = Callable[[Address, int, int], bytes]
 
 
@@ -68,8 +69,8 @@ def samples_of(
         tokens: All samples' tokens, int64; ``input_ids`` shares their memory.
         sizes: Those of the pieces of documents, and of padding, in the samples.
         following: Each sample's last label, if labels are shifted.
-        counts: Which tokens are to be predicted: false for padding, and where a loss
-            mask is. None: all.
+        counts: Whether each token is to be predicted: false for padding, and where a
+            loss mask is. None: all are.
         shift: Whether labels are the next tokens of the same document; if not, they are
             the tokens themselves, for models that shift labels.
     """
@@ -79,7 +80,7 @@ def samples_of(
     targets[:total] = tokens
     if counts is not None:
         targets[:total][~counts] = IGNORED
-    # A document's first token is predicted by none.
+    # No token predicts a document's first token.
     targets[[*accumulate(sizes[:-1], initial=0)]] = IGNORED
     labels = targets[1:] if shift else targets[:total]
     if shift:
@@ -91,10 +92,10 @@ def samples_of(
 
 
 class Tokenizer:
-    """A copy of a ``tokenizers.Tokenizer``, which nothing else changes.
+    """A private copy of a ``tokenizers.Tokenizer``, so that its settings stay.
 
-    ``saved`` is its ``to_str``. If it ``splits``, special tokens in a text are text.
-    ``described`` tells its vocabulary and settings from others, in any process.
+    ``saved`` is the ``to_str`` of the original. If it ``splits``, special tokens in a
+    text are text. ``described`` identifies its vocabulary and settings in any process.
     """
 
     def __init__(self, saved: str, *, splits: bool, truncates: bool = True) -> None:
@@ -108,8 +109,8 @@ class Tokenizer:
         self.described: str = f"{made.get_vocab_size():,} tokens, {digest[:16]}"
 
     def __call__(self, texts: list[str]) -> list[Array]:
-        found = self._tokenizer.encode_batch_fast(texts)  # without offsets
-        return [np.array(one.ids, np.int64) for one in found]
+        encodings = self._tokenizer.encode_batch_fast(texts)  # without offsets
+        return [np.array(encoding.ids, np.int64) for encoding in encodings]
 
     def __reduce__(self) -> tuple[Any, ...]:
         made = self._tokenizer
@@ -120,25 +121,22 @@ class Tokenizer:
 def tokenizer_of(tokenizer: Any) -> Tokenizer | None:
     """Return a copy of a tokenizer of Hugging Face; None if it is something else.
 
-    One that has parts in Python cannot be copied: that raises its own error.
+    A tokenizer with parts in Python raises its own error, because it cannot be copied.
     """
     backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
-    module = sys.modules.get("tokenizers")  # there if it is one
+    module = sys.modules.get("tokenizers")  # imported if it is a tokenizer
     if module and isinstance(backend, module.implementations.BaseTokenizer):
         tokenizer = backend = getattr(backend, "_tokenizer", None)
     if module is None or not isinstance(backend, module.Tokenizer):
         return None
-    # A call of one of transformers sets these first, and truncates only if asked to.
+    # Calls of transformers' tokenizers set these first, and truncate only if asked to.
     splits = getattr(tokenizer, "split_special_tokens", backend.encode_special_tokens)
     truncates = backend is tokenizer
     return Tokenizer(backend.to_str(), splits=splits, truncates=truncates)
 
 
 def text_of(sample: Any, column: str | None) -> str:
-    """Return a text, or the one in a column of a sample.
-
-    A TypeError if there is something else, a KeyError if there is no such column.
-    """
+    """Return a text, or the text in a column; raise a TypeError or KeyError if none."""
     if column is not None:
         if not isinstance(sample, Mapping):
             raise TypeError(
@@ -160,27 +158,23 @@ def text_of(sample: Any, column: str | None) -> str:
 
 
 def encoded(encode: EncodeTexts, texts: list[str]) -> list[Array]:
-    """Return the tokens of each text.
-
-    A TypeError if they are not integers in one dimension, a ValueError if there are
-    not as many arrays as texts.
-    """
+    """Return the tokens of each text; check that these are as many 1-D arrays."""
     if not texts:
         return []
-    found = encode(texts)
-    if isinstance(found, Mapping):  # of a tokenizer of transformers
-        found = found["input_ids"]
-    if len(found) != len(texts):
+    arrays = encode(texts)
+    if isinstance(arrays, Mapping):  # of a tokenizer of transformers
+        arrays = arrays["input_ids"]
+    if len(arrays) != len(texts):
         raise ValueError(
-            f"the tokenizer returned {len(found)} arrays of tokens for {len(texts)} "
+            f"the tokenizer returned {len(arrays)} arrays of tokens for {len(texts)} "
             "texts; return one for each"
         )
-    return [_array_of(tokens) for tokens in found]
+    return [_array_of(tokens) for tokens in arrays]
 
 
 def _array_of(tokens: Any) -> Array:
     array = np.asarray(tokens)
-    if not array.size and isinstance(tokens, Sequence):  # would be of floats
+    if not array.size and isinstance(tokens, Sequence):  # NumPy would choose floats
         array = np.asarray(tokens, np.int64)
     if array.ndim != 1 or array.dtype.kind not in "iu":
         raise TypeError(
@@ -191,19 +185,16 @@ def _array_of(tokens: Any) -> Array:
 
 
 def dtype_of(dtype: Any) -> np.dtype[Any]:
-    """Return an integer type; a ValueError if it is none."""
-    found: np.dtype[Any] | None = None
+    """Return NumPy's dtype; raise a ValueError if it is not an integer type."""
     with contextlib.suppress(TypeError):
-        found = np.dtype(dtype)
-    if found is None or found.kind not in "iu":
-        raise ValueError(
-            f"dtype must be an integer type such as 'uint16', got {dtype!r}"
-        )
-    return found
+        result: np.dtype[Any] = np.dtype(dtype)
+        if result.kind in "iu":
+            return result
+    raise ValueError(f"dtype must be an integer type such as 'uint16', got {dtype!r}")
 
 
 def check_fits(token: int, dtype: np.dtype[Any], name: str) -> None:
-    """Raise a ValueError if tokens of a type cannot have this value."""
+    """Raise a ValueError if a dtype cannot hold a token."""
     limits = np.iinfo(dtype)
     if not limits.min <= token <= limits.max:
         raise ValueError(
@@ -213,7 +204,7 @@ def check_fits(token: int, dtype: np.dtype[Any], name: str) -> None:
 
 
 def code_of(dtype: np.dtype[Any]) -> int:
-    """Return Megatron's number of a type; a ValueError if it has none."""
+    """Return Megatron's number of a dtype; raise a ValueError if it has none."""
     if dtype.name not in _CODES:
         raise ValueError(f"Megatron has {', '.join(_CODES)}, got {dtype.name}")
     return _CODES[dtype.name]
@@ -221,7 +212,7 @@ def code_of(dtype: np.dtype[Any]) -> int:
 
 @dataclass(frozen=True)
 class Sidecar:
-    """What a writer says of a file of tokens, finished or not."""
+    """A writer's description of a file of tokens, finished or not."""
 
     format: str  # "flat" or "megatron"
     dtype: str  # its name; little-endian
@@ -235,13 +226,13 @@ class Sidecar:
         return (json.dumps(content, indent=1) + "\n").encode()
 
     @classmethod
-    def loaded(cls, text: bytes, location: str) -> "Sidecar":
-        """Return what JSON says; a ValueError if it is of something else."""
+    def parsed(cls, text: bytes, location: str) -> "Sidecar":
+        """Return the sidecar in a JSON text; raise a ValueError if it has none."""
         try:
             content = json.loads(text)
             is_known = content.pop("version") == _SIDECAR_VERSION
-            found = cls(**content)
-            for number in (found.documents, found.tokens, found.eos):
+            sidecar = cls(**content)
+            for number in (sidecar.documents, sidecar.tokens, sidecar.eos):
                 operator.index(0 if number is None else number)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(
@@ -250,66 +241,62 @@ class Sidecar:
             ) from error
         if not is_known:
             raise ValueError(f"{location!r} is of another version: write it again")
-        return found
+        return sidecar
 
     @classmethod
-    def beside(
-        cls, path: Address, version: Version, look: VersionOf, read: ReadRange
+    def of_file(
+        cls, path: Address, version: Version, version_of: VersionOf, read: ReadRange
     ) -> "Sidecar | None":
-        """Return that of a finished file, if it has one, as ``loaded`` does."""
-        location = _added(path, ".json")
-        told = _looked(look, location)
-        if told is None:
+        """Return the sidecar of a finished file, if there is one."""
+        location = _with_ending(path, ".json")
+        own = _version_if_any(version_of, location)
+        if own is None:
             return None
-        found = cls.loaded(read(location, 0, told.size), location)
-        dtype = dtype_of(found.dtype)
-        if found.tokens * dtype.itemsize != version.size:
+        sidecar = cls.parsed(read(location, 0, own.size), location)
+        dtype = dtype_of(sidecar.dtype)
+        if sidecar.tokens * dtype.itemsize != version.size:
             raise ValueError(
                 f"{path!r} has {version.size:,} bytes, and its sidecar says "
-                f"{found.tokens:,} tokens of {dtype}: it is cut, or of another "
+                f"{sidecar.tokens:,} tokens of {dtype}: it is cut, or of another "
                 "dataset; copy both again"
             )
-        return found
+        return sidecar
 
     def resumed(self, text: bytes, location: str) -> "Sidecar":
-        """Return how far an earlier writer of the same tokens got.
-
-        A StateMismatchError if it wrote something else.
-        """
-        found = self.loaded(text, location)
-        begun = asdict(found)
+        """Return an earlier writer's sidecar; raise an error if its tokens differ."""
+        earlier = self.parsed(text, location)
+        begun = asdict(earlier)
         del begun["documents"], begun["tokens"]
-        check_same(begun, json.loads(self.dump()), _OTHER, repr(location))
-        return found
+        check_same(begun, json.loads(self.dump()), _MISMATCH, repr(location))
+        return earlier
 
 
 class Index(NamedTuple):
-    """The head of an ``.idx``; offsets are in bytes."""
+    """The header of an ``.idx``; offsets are in bytes."""
 
     address: Address
     version: Version
     dtype: np.dtype[Any]
     sequences: int
-    entries: int  # number of documents, and one
+    entries: int  # the number of documents + 1
 
     @property
-    def pointers_at(self) -> int:
+    def pointers_start(self) -> int:
+        """Where the byte offsets of sequences start."""
         return _HEAD.size + 4 * self.sequences
 
     @property
-    def firsts_at(self) -> int:
-        return self.pointers_at + 8 * self.sequences
+    def firsts_start(self) -> int:
+        """Where the first sequences of documents start."""
+        return self.pointers_start + 8 * self.sequences
 
     @property
     def end(self) -> int:
-        return self.firsts_at + 8 * self.entries
+        return self.firsts_start + 8 * self.entries
 
     @classmethod
-    def found(cls, address: Address, version: Version, read: ReadRange) -> "Index":
-        """Return what the head says.
-
-        A ValueError if the file is of another kind or version, or is cut.
-        """
+    def of_file(cls, address: Address, version: Version, read: ReadRange) -> "Index":
+        """Read a header; raise a ValueError if the file is cut or of another format."""
         size = version.size
         head = read(address, 0, min(size, _HEAD.size)).ljust(_HEAD.size, b"\0")
         magic, number, code, sequences, entries = _HEAD.unpack(head)
@@ -325,33 +312,30 @@ class Index(NamedTuple):
             raise ValueError(
                 f"{address!r} has no integers, but type {code}: pass tokens"
             )
-        made = cls(address, version, np.dtype(names[0]), sequences, entries)
-        # With modes, a byte for each sequence.
-        if not entries or size not in {made.end, made.end + sequences}:
+        index = cls(address, version, np.dtype(names[0]), sequences, entries)
+        # Sequences may have modes, a byte each.
+        if not entries or size not in {index.end, index.end + sequences}:
             raise ValueError(
                 f"{address!r} has {size:,} bytes, and an index of {sequences:,} "
-                f"sequences and {entries:,} ends has {made.end:,}: it is cut, or was "
+                f"sequences and {entries:,} ends has {index.end:,}: it is cut, or was "
                 "not finished; copy or write it again"
             )
-        return made
+        return index
 
     def check(self, read: ReadRange, size: int) -> None:
-        """Check that first and last sequence and document fit the size of the ``.bin``.
-
-        ``read`` reads the index.
-        """
-        at, stop = self.firsts_at - 8, 0
+        """Check first and last sequence and document against the ``.bin``'s size."""
+        last_pointer, stop = self.firsts_start - 8, 0
         if self.sequences:
-            last, start = self._numbers(read, "<iq", self.pointers_at - 4)
-            stop, opens = self._numbers(read, "<qq", at)
-            stop += last * self.dtype.itemsize
+            last_size, start = self._numbers(read, "<iq", self.pointers_start - 4)
+            stop, first = self._numbers(read, "<qq", last_pointer)
+            stop += last_size * self.dtype.itemsize
         else:
-            start, (opens,) = 0, self._numbers(read, "<q", at + 8)
-        (closes,) = self._numbers(read, "<q", self.end - 8)
-        if start or opens or closes != self.sequences:
+            start, (first,) = 0, self._numbers(read, "<q", self.firsts_start)
+        (last,) = self._numbers(read, "<q", self.end - 8)
+        if start or first or last != self.sequences:
             raise ValueError(
                 f"{self.address!r} is damaged: it starts at byte {start:,} with "
-                f"sequence {opens:,}, and ends with {closes:,} of {self.sequences:,}; "
+                f"sequence {first:,}, and ends with {last:,} of {self.sequences:,}; "
                 "write it again"
             )
         if stop != size:
@@ -360,8 +344,9 @@ class Index(NamedTuple):
                 f"has {size:,}: copy or write both again"
             )
 
-    def _numbers(self, read: ReadRange, form: str, at: int) -> tuple[int, ...]:
-        return struct.unpack(form, read(self.address, at, at + struct.calcsize(form)))
+    def _numbers(self, read: ReadRange, form: str, start: int) -> tuple[int, ...]:
+        stop = start + struct.calcsize(form)
+        return struct.unpack(form, read(self.address, start, stop))
 
 
 class Documents:
@@ -370,20 +355,20 @@ class Documents:
     def __init__(self, buffer: Buffer, index: Index) -> None:
         view = memoryview(buffer)
         self._index = index
-        self._sizes = view[_HEAD.size : index.pointers_at].cast("i")
-        # Numbers are not aligned: numpy would copy all to search them, this does not.
-        self._pointers = view[index.pointers_at : index.firsts_at].cast("q")
-        self._firsts = view[index.firsts_at : index.end].cast("q")
-        # Without empty documents at the end, which start at no sequence.
+        self._sizes = view[_HEAD.size : index.pointers_start].cast("i")
+        # Numbers are not aligned: NumPy would copy all of them before a search.
+        self._pointers = view[index.pointers_start : index.firsts_start].cast("q")
+        self._firsts = view[index.firsts_start : index.end].cast("q")
+        # Without empty documents at the end, which have no sequence.
         self._count = count = bisect_left(self._firsts, index.sequences)
-        self._checked = bytearray(count // _CHECKED_AT_ONCE + 1)
+        self._checked = bytearray(count // _CHECK_CHUNK + 1)
         if self._firsts[count] != index.sequences:
             self._check(0, index.entries)
 
     def between(self, start: int, stop: int) -> list[int]:
-        """Return where documents start after ``start``, up to and with ``stop``.
+        """Return where documents start after token ``start``, up to and at ``stop``.
 
-        Counted in tokens, from ``start`` on. A DatasetError if the index is damaged.
+        Counted in tokens from ``start``. Raise a DatasetError if the index is damaged.
         """
         pointers, firsts, count = self._pointers, self._firsts, self._count
         key, itemsize = pointers.__getitem__, self._index.dtype.itemsize
@@ -393,19 +378,16 @@ class Documents:
         except IndexError:
             self._check(0, count)
             raise
-        # A damaged entry that led the search astray is next to where it ended.
-        block, last = (
-            max(low - 2, 0) // _CHECKED_AT_ONCE,
-            (high + 1) // _CHECKED_AT_ONCE,
-        )
-        while (block := self._checked.find(0, block, last + 1)) >= 0:
-            at = block * _CHECKED_AT_ONCE
-            self._check(at, min(at + _CHECKED_AT_ONCE, count))
-            self._checked[block] = 1
-        return [pointers[one] // itemsize - start for one in firsts[low:high]]
+        # A damaged entry that misled the search is next to its result.
+        chunk, last = max(low - 2, 0) // _CHECK_CHUNK, (high + 1) // _CHECK_CHUNK
+        while (chunk := self._checked.find(0, chunk, last + 1)) >= 0:
+            first = chunk * _CHECK_CHUNK
+            self._check(first, min(first + _CHECK_CHUNK, count))
+            self._checked[chunk] = 1
+        return [pointers[k] // itemsize - start for k in firsts[low:high]]
 
     def _check(self, low: int, high: int) -> None:
-        """Check that documents start in order, and where the sequence before ends."""
+        """Check that documents start in order, and where the previous sequence ends."""
         address, _, dtype, sequences, _ = self._index
         before = max(0, self._firsts[low - 1]) if low else 0
         firsts = np.frombuffer(self._firsts[low:high], np.int64)
@@ -434,105 +416,102 @@ class Documents:
 
 
 def index_of(dtype: np.dtype[Any], documents: int, sizes: BinaryIO) -> Iterator[bytes]:
-    """Yield the bytes of an index, whose documents are one sequence each.
-
-    Their sizes, as int32, are read twice.
-    """
+    """Yield an index of one sequence per document, whose ``sizes`` are int32."""
     yield _HEAD.pack(_MAGIC, _VERSION, code_of(dtype), documents, documents + 1)
     sizes.seek(0)
-    while piece := sizes.read(4 * _AT_ONCE):
+    while piece := sizes.read(4 * _WRITE_CHUNK):
         yield piece
     sizes.seek(0)
-    at = 0
-    while piece := sizes.read(4 * _AT_ONCE):
-        ends = at + np.cumsum(np.frombuffer(piece, "<i4"), dtype="<i8") * dtype.itemsize
-        yield np.concatenate([[at], ends[:-1]]).astype("<i8").tobytes()
-        at = int(ends[-1])
-    for first in range(0, documents + 1, _AT_ONCE):
-        last = min(first + _AT_ONCE, documents + 1)
+    end = 0
+    while piece := sizes.read(4 * _WRITE_CHUNK):
+        lengths = np.frombuffer(piece, "<i4")
+        ends = end + np.cumsum(lengths, dtype="<i8") * dtype.itemsize
+        yield np.concatenate([[end], ends[:-1]]).astype("<i8").tobytes()
+        end = int(ends[-1])
+    for first in range(0, documents + 1, _WRITE_CHUNK):
+        last = min(first + _WRITE_CHUNK, documents + 1)
         yield np.arange(first, last, dtype="<i8").tobytes()
 
 
 @dataclass(frozen=True)
 class TokenFile:
-    """What is known of a file of tokens before any is read."""
+    """What is known of a file of tokens before any token is read."""
 
     address: Address
     version: Version
     dtype: np.dtype[Any]
     eos: int | None  # the token that ends a document, if it is known
-    index: Index | None  # where documents start; None: ``eos`` says it, or nothing
+    index: Index | None  # where documents start; None: see ``eos``
 
     @property
     def tokens(self) -> int:
         return self.version.size // self.dtype.itemsize
 
     @classmethod
-    def found(
+    def find(
         cls,
         path: Address,
         dtype: Any,
         eos: int | None,
-        look: VersionOf,
+        version_of: VersionOf,
         read: ReadRange,
     ) -> "TokenFile":
-        """Return the file of a path, which may be Megatron's without its ending.
+        """Return the file at a path, which may be Megatron's without its ending.
 
-        A FileNotFoundError if there is none; a ValueError if the type is not known, or
-        files do not fit together.
+        Raise a FileNotFoundError if there is none; a ValueError if the type is not
+        known, or files do not fit together.
         """
         given = None if dtype is None else dtype_of(dtype)
         tokens, idx = megatron_pair(path)
-        version = None if path == idx else _looked(look, path)
-        # A file that exists and is no .bin has no index.
+        version = None if path == idx else _version_if_any(version_of, path)
+        # A file that exists and is not a .bin has no index.
         is_flat = version is not None and path != tokens
-        told = None if is_flat else _looked(look, idx)
-        path = path if told is None else tokens
-        version = version or look(path)
-        said = Sidecar.beside(path, version, look, read)
-        ends = said.eos if said and eos is None else eos
-        if told is None:
-            found = given if said is None else dtype_of(said.dtype)
-            if found is None:
+        idx_version = None if is_flat else _version_if_any(version_of, idx)
+        path = path if idx_version is None else tokens
+        version = version or version_of(path)
+        sidecar = Sidecar.of_file(path, version, version_of, read)
+        end = sidecar.eos if sidecar and eos is None else eos
+        if idx_version is None:
+            known = given if sidecar is None else dtype_of(sidecar.dtype)
+            if known is None:
                 raise ValueError(
                     f"the type of the tokens in {path!r} is not known, without an .idx "
                     "or the sidecar of a TokenWriter: pass dtype, such as 'uint16'"
                 )
-            made = cls(path, version, found, ends, None)
+            file = cls(path, version, known, end, None)
         else:
-            index = Index.found(idx, told, read)
+            index = Index.of_file(idx, idx_version, read)
             index.check(read, version.size)
-            # A caller who names the token that ends documents wants it to decide.
-            decides = index if eos is None else None
-            made = cls(path, version, index.dtype, ends, decides)
-        if given is not None and given != made.dtype:
+            # An ``eos`` that was passed replaces the index.
+            file = cls(path, version, index.dtype, end, index if eos is None else None)
+        if given is not None and given != file.dtype:
             raise ValueError(
-                f"dtype is {given}, and {path!r} has tokens of {made.dtype}, as the "
+                f"dtype is {given}, and {path!r} has tokens of {file.dtype}, as the "
                 "file next to it says"
             )
-        if made.eos is not None:
-            check_fits(made.eos, made.dtype, "eos")
-        if made.version.size % made.dtype.itemsize:
+        if file.eos is not None:
+            check_fits(file.eos, file.dtype, "eos")
+        if file.version.size % file.dtype.itemsize:
             raise ValueError(
-                f"{path!r} has {made.version.size:,} bytes and ends inside a token of "
-                f"{made.dtype}: copy it again, or pass its dtype"
+                f"{path!r} has {file.version.size:,} bytes and ends inside a token of "
+                f"{file.dtype}: copy it again, or pass its dtype"
             )
-        return made
+        return file
 
 
 def megatron_pair(path: Address) -> tuple[Address, Address]:
-    """Return the ``.bin`` and ``.idx`` of the path of either, or without an ending."""
+    """Return the ``.bin`` and ``.idx`` of a path, which may lack the ending."""
     stem = sibling(path, lambda name: re.sub(r"\.(bin|idx)$", "", name))
-    return _added(stem, ".bin"), _added(stem, ".idx")
+    return _with_ending(stem, ".bin"), _with_ending(stem, ".idx")
 
 
-def _added(address: Address, ending: str) -> Address:
+def _with_ending(address: Address, ending: str) -> Address:
     return sibling(address, lambda name: name + ending)
 
 
-def _looked(look: VersionOf, address: Address) -> Version | None:
-    """Return the version of a file, or None; stores may refuse what is not there."""
+def _version_if_any(version_of: VersionOf, address: Address) -> Version | None:
+    """Return the version of a file, or None. Stores may refuse missing files."""
     try:
-        return look(address)
+        return version_of(address)
     except (FileNotFoundError, PermissionError):
         return None

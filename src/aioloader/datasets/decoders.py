@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from aioloader._base.extras import imported
-from aioloader.datasets._streams.cursors import name_of
+from aioloader.datasets._streams.cursors import qualname
 from aioloader.errors import DecodeError
 
 # The extensions of torchvision's ImageFolder, and others that Pillow reads.
@@ -327,7 +327,7 @@ class Decoder:
             for ext, one in sorted(self._named.items(), key=lambda item: item[0])
         }
         functions = {
-            ext: name_of(one)
+            ext: qualname(one)
             for ext, one in self._named.items()
             if not isinstance(one, Picture)
         }
@@ -335,7 +335,7 @@ class Decoder:
             "pictures": None if self._picture is None else self._picture.spec,
             "extensions": words,
             "handlers": len(self._functions),
-            "function": [functions, *map(name_of, self._functions)],
+            "function": [functions, *map(qualname, self._functions)],
         }
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -41,7 +41,7 @@ from aioloader.datasets._streams.edges import (
     Edges,
     EdgesBuilder,
     IndexPack,
-    Numbers,
+    Offsets,
     index_name,
     read_pack,
 )
@@ -234,7 +234,7 @@ class IndexedDataset(Dataset[Coroutine[Any, Any, Any]], LoopDataset):
             async with self:
                 version_of = self._readers.here().version
                 versions = await each(version_of, range(len(edges.counts)))
-            edges = Edges(edges.counts, edges.numbers, versions)
+            edges = Edges(edges.counts, edges.offsets, versions)
         packed = IndexPack(names_of(self._addresses), edges, kind_of(self._stream))
         await write(self._stream, pack, await in_thread(packed.contents))
 
@@ -284,7 +284,7 @@ async def _find(stream: Any, pack: Any, scan: bool | OnProgress) -> FoundShards:
             edges = await _of_pack(stream, pack, names_of(addresses))
         else:
             edges = await _of_each(made_by, shards, scan)
-    kinds = [*map(made_by.kind, shards)]
+    kinds = [*map(made_by.spec, shards)]
     paths = [*map(made_by.storage.path, addresses)]
     if None in paths:
         return addresses, edges, kinds, None
@@ -350,14 +350,14 @@ def kind_of(stream: StoredStream[Any]) -> dict[str, Any]:
 
 async def numbers_of(
     made_by: ByteFormat, shard: Any, *, may_scan: bool
-) -> tuple[Numbers, Version | None]:
+) -> tuple[Offsets, Version | None]:
     """Return where the samples of a shard are, and its version if it was scanned."""
-    numbers = await made_by.numbers(shard)
+    numbers = await made_by.offsets(shard)
     if numbers is not None:
         return numbers, None
     storage, address = made_by.storage, made_by.address(shard)
     if may_scan:
-        return await scan_of(storage, address, made_by.kind(shard))
+        return await scan_of(storage, address, made_by.spec(shard))
     beside = storage.label(sibling(address, index_name))
     raise ObjectNotFoundError(
         f"{storage.label(address)!r} has no index, {beside!r}: write it by `aioloader "
@@ -368,7 +368,7 @@ async def numbers_of(
 
 async def scan_of(
     storage: Storage, address: Address, kind: ByteFormatSpec
-) -> tuple[Numbers, Version | None]:
+) -> tuple[Offsets, Version | None]:
     """Read a whole shard; in a thread, because a user's format may wait."""
     source, loop = storage.open(address, 0, _SCAN_BYTES), asyncio.get_running_loop()
     thread, is_over = ThreadPoolExecutor(1, "aioloader-scan"), threading.Event()

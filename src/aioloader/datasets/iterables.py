@@ -32,7 +32,7 @@ from aioloader._base.cancellation import in_thread
 from aioloader._base.raising import carried
 from aioloader._order.epoch import under_way
 from aioloader._order.permutation import ShuffledIndices
-from aioloader.datasets._streams.cursors import Ahead, Cursor, Reading, State, name_of
+from aioloader.datasets._streams.cursors import Ahead, Cursor, Reading, State, qualname
 from aioloader.datasets._streams.iterated import Iterated, StreamIterator
 from aioloader.datasets.streams import Stream
 from aioloader.errors import ShardChangedError
@@ -89,7 +89,7 @@ def _check_source(source: object, name: str, kind: type, *, fits: bool) -> None:
     if not fits:
         raise TypeError(
             f"{name} needs an iterable or a function that returns one, got "
-            f"{name_of(source)!r} (from_async_iterable takes async ones)"
+            f"{qualname(source)!r} (from_async_iterable takes async ones)"
         )
 
 
@@ -105,7 +105,7 @@ class _Iterable(Stream[Any]):
     def __init__(self, source: Any, *, is_async: bool) -> None:
         super().__init__()
         self._source, self._is_async = source, is_async
-        self.reread = [] if _repeats(source) else [name_of(source)]
+        self.reread = [] if _repeats(source) else [qualname(source)]
 
     async def open(self, reading: Reading, state: State) -> Cursor:
         return _IterableCursor(self._source, reading, state, is_async=self._is_async)
@@ -115,7 +115,7 @@ class _Iterable(Stream[Any]):
         return Ahead.FREE if isinstance(self._source, Sequence) else Ahead.QUICK
 
     def describe(self) -> State:
-        return {"kind": "iterable", "function": name_of(self._source)}
+        return {"kind": "iterable", "function": qualname(self._source)}
 
     def __repr__(self) -> str:
         name = getattr(self._source, "__qualname__", type(self._source).__qualname__)
@@ -152,7 +152,7 @@ class _IterableCursor(Cursor):
             read = lambda: self._begin(iter) or read_block(self._iterator, count)  # noqa: E731
             return await in_thread(read, executor=self._thread)
 
-    def _here(self) -> State:
+    def _make_state(self) -> State:
         """Return the number of samples read; it is the same for all readers."""
         return {"read": max(self._read, self._start)}
 
@@ -185,7 +185,7 @@ class _IterableCursor(Cursor):
         if read >= self._start:
             return None
         return ShardChangedError(
-            f"{name_of(self._source)!r} ended after {read:,} samples, but the state "
+            f"{qualname(self._source)!r} ended after {read:,} samples, but the state "
             f"was saved after {self._start:,}; resume with the same samples, or "
             "restart the epoch"
         )

@@ -22,7 +22,7 @@ from aioloader._base.raising import ends_task
 from aioloader._order.permutation import ShuffledIndices, keyed_order
 from aioloader._order.ranks import ReaderShare, Tail
 from aioloader.datasets._checks import check_at_least
-from aioloader.datasets._streams.cursors import Cursor, Reading, State, name_of
+from aioloader.datasets._streams.cursors import Cursor, Reading, State, qualname
 from aioloader.datasets._streams.steps import Mapped, MappedAsync
 from aioloader.datasets.streams import Stream
 from aioloader.protocols import Kind, batch_getter, kind_of, own_datasets, reads_async
@@ -86,7 +86,7 @@ class _MapStyle(Stream[Any]):
         many, is_async = batch_getter(dataset), reads_async(dataset)
         get = partial(_awaited if is_async else _item, dataset)
         if is_async and many is None:
-            most = -(-self._concurrency // share.hosted)
+            most = -(-self._concurrency // share.per_rank)
             return _AwaitedCursor(
                 indices, state, reading, function=get, concurrency=most
             )
@@ -115,7 +115,7 @@ class _MapStyle(Stream[Any]):
             fingerprint |= one.fingerprint()
         return {
             "kind": "dataset",
-            "function": name_of(self._dataset),
+            "function": qualname(self._dataset),
             "length": len(self._dataset),
             **fingerprint,
             "shuffle": self._seed is not None,
@@ -144,10 +144,10 @@ class _IndexCursor(Cursor):
         self._share, self._order, self._length = share, order, length
         self._count, _ = share.parts(length, tail)
 
-    def _here(self) -> State:
+    def _make_state(self) -> State:
         return {"at": self._at}
 
-    def _after(self, before: State, what: Any, count: int) -> State:  # noqa: ARG002
+    def _state_after(self, before: State, details: Any, count: int) -> State:  # noqa: ARG002
         return {"at": before["at"] + count}
 
     async def _make(self, limit: int) -> Block:  # noqa: ARG002  (many at once)
@@ -165,7 +165,7 @@ class _IndexCursor(Cursor):
 class _PositionCursor(Cursor):
     """Its position is that of a sample in the order, read in advance or not."""
 
-    def _after(self, before: State, what: Any, count: int) -> State:  # noqa: ARG002
+    def _state_after(self, before: State, details: Any, count: int) -> State:  # noqa: ARG002
         return {"up": {"at": before["up"]["at"] + count}}
 
 

@@ -27,7 +27,7 @@ from aioloader.datasets._checks import names_options
 from aioloader.datasets._stores.addresses import Address, sealed, sibling
 from aioloader.datasets._stores.storage import Storage, read_whole
 from aioloader.datasets._stores.unpack import unpacker_of
-from aioloader.datasets._streams.edges import Numbers
+from aioloader.datasets._streams.edges import Offsets
 from aioloader.datasets._streams.engine import (
     ByteFeed,
     ByteFormat,
@@ -291,13 +291,13 @@ class MDSFormat(ByteFormat):
         address: Address = shard.address
         return address
 
-    def kind(self, shard: Any) -> ByteFormatSpec:
+    def spec(self, shard: Any) -> ByteFormatSpec:
         """Return how samples are made of exactly their bytes."""
         allow = self._allow_unsafe_types
         columns = _decoders(shard.columns, allow_unsafe_types=allow)
-        return self._kind._replace(quick=partial(_only, columns, *_layout(columns)))
+        return self._spec._replace(quick=partial(_only, columns, *_layout(columns)))
 
-    async def numbers(self, shard: Any) -> Numbers:
+    async def offsets(self, shard: Any) -> Offsets:
         """Return where samples start, and the last ends, from the shard's head."""
         stop = 8 + 4 * shard.samples
         head = self.storage.open(shard.address, 0, _PIECE, stop=stop)

@@ -28,7 +28,7 @@ from typing import (
 
 from aioloader._base.cancellation import in_thread
 from aioloader._base.records import COUNTERS
-from aioloader._order.permutation import MOMENT, ShuffledIndices, keyed_order, paced
+from aioloader._order.permutation import CHUNK, ShuffledIndices, keyed_order, paced
 from aioloader.datasets._checks import check_at_least, check_is, names_options
 from aioloader.datasets._stores.addresses import (
     Address,
@@ -163,7 +163,7 @@ class ShardedStream(Stream[Sample_co]):
         mine = (await self._shares(reading, len(shards), sizes))[share.reader]
         lanes = min(-(-self._interleave // share.readers), len(mine))
         states = state.get("lanes") or [{} for _ in range(lanes)]
-        budget = self._max_bytes // max(1, lanes * share.hosted)
+        budget = self._max_bytes // max(1, lanes * share.per_rank)
         if lanes == 1:
             (only,) = states
             return ShardSequence(self.made_by, shards, mine, budget, only, summary)
@@ -242,7 +242,7 @@ class ShardedStream(Stream[Sample_co]):
             if self._shuffle:
                 order = keyed_order(count, self._seed, reading.epoch, 0)
             args = order, sizes, reading.share.readers
-            found = await in_thread(_dealt, *args, is_quick=count <= MOMENT)
+            found = await in_thread(_dealt, *args, is_quick=count <= CHUNK)
             deals[reading.epoch] = found
             while len(deals) > _DEALS:
                 del deals[next(iter(deals))]

@@ -45,8 +45,8 @@ from aioloader.datasets._sql.address import (
 from aioloader.datasets._sql.format import SQLFormat
 from aioloader.datasets._sql.postgres import (
     FLAG,
-    FLOATS,
-    KNOWN,
+    FLOAT_CASTS,
+    HANDLED_TYPES,
     infinite_error,
     parts_query,
     selection,
@@ -323,11 +323,11 @@ class PostgresLookup(Lookup):
                 raise ValueError(text) from None
             found = asked.get_attributes()[1:]
             types = {one.name: _short(one.type.name) for one in found}
-            unknown = [one for one in found if types[one.name] not in KNOWN]
+            unknown = [one for one in found if types[one.name] not in HANDLED_TYPES]
             if nested := [one.name for one in unknown if one.type.kind != "scalar"]:
                 parts = await connection.fetch(parts_query(self._relation, nested))
                 types |= types_by_parts(nested, parts)
-        exact = FLOATS if self._relation.numeric == "float" else _DECIMALS
+        exact = FLOAT_CASTS if self._relation.numeric == "float" else _DECIMALS
         columns = {name: (kind, exact.get(kind, "")) for name, kind in types.items()}
         selected = f"{self._key}, {selection(columns, self._relation.infinity)}"
         return self._relation.select(selected, among)

@@ -22,7 +22,7 @@ from aioloader.datasets._checks import (
     check_word,
     names_options,
 )
-from aioloader.datasets._streams.cursors import Cursor, Reading, State, name_of
+from aioloader.datasets._streams.cursors import Cursor, Reading, State, qualname
 from aioloader.datasets._streams.interleave import Mixed
 from aioloader.datasets._streams.iterated import Iterated
 from aioloader.datasets._streams.packing import (
@@ -87,7 +87,7 @@ class Stream(Iterated[Sample_co]):
         check_at_least(concurrency, 1, "concurrency")
         _check_function(function, "async generator")
         is_async = is_async_function(function)
-        described = {"function": name_of(function), "is_async": is_async}
+        described = {"function": qualname(function), "is_async": is_async}
         step = MappedAsync if is_async else Mapped
         return _StepStream(
             self, step, described, function=function, concurrency=concurrency
@@ -112,7 +112,7 @@ class Stream(Iterated[Sample_co]):
     def filter(self, function: Callable[[Any], Any]) -> "Stream[Sample_co]":
         """Return the stream of the samples for which ``function`` returns true."""
         _check_function(function, "async generator", "generator")
-        described = {"function": name_of(function)}
+        described = {"function": qualname(function)}
         is_async = is_async_function(function)
         return _StepStream(
             self, Filtered, described, function=function, is_async=is_async
@@ -231,7 +231,7 @@ class Stream(Iterated[Sample_co]):
             is_async_function(tokenizer) or generator_of(tokenizer)
         ):
             function = tokenizer
-            described["function"] = name_of(tokenizer)
+            described["function"] = qualname(tokenizer)
         else:
             raise TypeError(
                 "tokenizer must be a tokenizers.Tokenizer, a fast tokenizer of "
@@ -344,7 +344,7 @@ def _check_function(function: object, *unfit: str) -> None:
     check_is(function, Callable, "function", "callable")
     if generator_of(function) in unfit:
         raise TypeError(
-            f"function must return its result, and {name_of(function)!r} makes a "
+            f"function must return its result, and {qualname(function)!r} makes a "
             "generator"
         )
 

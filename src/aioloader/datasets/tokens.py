@@ -149,7 +149,7 @@ class TokenDataset(Dataset[Any]):
         self._tokens: Array | None = None
         self._documents: Documents | None = None
         find = partial(
-            TokenFile.found,
+            TokenFile.find,
             dtype=dtype,
             eos=None if eos is None else operator.index(eos),
         )
@@ -261,7 +261,7 @@ class TokenDataset(Dataset[Any]):
         def read(path: str, start: int, stop: int) -> bytes:
             return read_local(path, start, stop, None)[0]
 
-        return find(name, look=_version, read=read)
+        return find(name, version_of=_version, read=read)
 
     def _start(self, index: SupportsIndex) -> int:
         return position_of(index, len(self)) * self.length
@@ -388,7 +388,7 @@ class _StoredTokens(TokenDataset, HasLifespan):
                 return portal.call(storage.part, *given)[0]
 
             try:
-                return find(address, look=look, read=read)
+                return find(address, version_of=look, read=read)
             finally:
                 portal.call(storage.aclose)
 

@@ -149,10 +149,10 @@ class Fake(ModuleType):
     def memory_stats(self, device: Any = 0) -> dict[str, int]:
         """Return the figures of a device, by CUDA's names."""
         index = device if isinstance(device, int) else torch.device(device).index
-        found = self._figures(index or 0)
+        figures = self._figures(index or 0)
         names = ("blocks", "allocated_bytes", "active_bytes", "reserved_bytes")
-        stats = {f"{name}.all.current": found[at] for at, name in enumerate(names)}
-        return {**stats, "active_bytes.all.peak": found[4], "num_ooms": found[5]}
+        stats = {f"{name}.all.current": figures[i] for i, name in enumerate(names)}
+        return {**stats, "active_bytes.all.peak": figures[4], "num_ooms": figures[5]}
 
     def memory_reserved(self, device: Any = "fake:0") -> int:
         return self.memory_stats(device)["reserved_bytes.all.current"]
@@ -162,11 +162,11 @@ class Fake(ModuleType):
 
     def host_memory_stats(self) -> dict[str, int]:
         """Return the figures of page-locked memory, some by CUDA's names."""
-        found = (ctypes.c_int64 * 5)()
-        self.calls.fake_host_figures(found)
+        figures = (ctypes.c_int64 * 5)()
+        self.calls.fake_host_figures(figures)
         names = ("registered", "registered_bytes", "violations", "blocks")
-        stats = dict(zip(names, found, strict=False))
-        return {**stats, "allocated_bytes.current": found[4]}
+        stats = dict(zip(names, figures, strict=False))
+        return {**stats, "allocated_bytes.current": figures[4]}
 
     def cudart(self) -> "Runtime":
         return Runtime(self.calls)
@@ -196,17 +196,17 @@ class Fake(ModuleType):
         finally:
             self.calls.fake_capture(False)
 
-    def count_unequal(self, found: torch.Tensor, batch: torch.Tensor, row: int) -> None:
-        """Add to ``found``, in the current stream, the words that are not their row."""
+    def count_unequal(self, count: torch.Tensor, batch: torch.Tensor, row: int) -> None:
+        """Add to ``count``, in the current stream, the words that are not their row."""
         assert batch.is_contiguous()
         assert batch.dtype is torch.int32
-        pointers = found.data_ptr(), batch.data_ptr()
+        pointers = count.data_ptr(), batch.data_ptr()
         self.calls.fake_count(*pointers, len(batch), batch[0].numel(), row)
 
     def _figures(self, device: int, *, resets: bool = False) -> list[int]:
-        found = (ctypes.c_int64 * 6)()
-        self.calls.fake_figures(device, resets, found)
-        return list(found)
+        figures = (ctypes.c_int64 * 6)()
+        self.calls.fake_figures(device, resets, figures)
+        return list(figures)
 
 
 class Runtime:

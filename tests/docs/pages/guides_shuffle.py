@@ -2,6 +2,8 @@
 
 import asyncio
 import os
+import subprocess
+import sys
 import urllib.request
 from typing import Any
 
@@ -10,7 +12,6 @@ NEEDS = ("s3",)
 
 def before(page: dict[str, Any]) -> None:
     """Fill it."""
-    from aioloader._cli.main import main  # noqa: PLC0415
     from aioloader.datasets import TarWriter  # noqa: PLC0415
 
     async def write() -> None:
@@ -23,5 +24,5 @@ def before(page: dict[str, Any]) -> None:
         request = urllib.request.Request(f"{endpoint}/{path}", b"", method=method)
         urllib.request.urlopen(request).close()
     asyncio.run(write())
-    tars = "s3://bucket/train-*.tar"
-    assert main(["index", tars, "--pack", "s3://bucket/train.aioidx", "-q"]) == 0
+    command = "index s3://bucket/train-*.tar --pack s3://bucket/train.aioidx -q"
+    subprocess.run([sys.executable, "-m", "aioloader", *command.split()], check=True)

@@ -183,7 +183,7 @@ class Dispatcher:
             number //= len(self.workers)
             part = self.spec.part
             whole = len(indices) * part.world_size
-            indices = part.places(number * whole, (number + 1) * whole)
+            indices = part.positions(number * whole, (number + 1) * whole)
             resume = self.replicas.ask(pipeline, worker.number, number)
         elif worker.has_new_copy:
             resume = worker.copy_state

@@ -118,7 +118,7 @@ class StreamReplicas:
         """Restart a stream from its last state; return False if that is unknown."""
         if stream.read is None:
             return False
-        bookmark = stream.read.bookmark()
+        bookmark = stream.read.position()
         state = bookmark.states.get(0)
         can = self._has_state if state is None else has_state(state)
         if bookmark.beyond or not can:

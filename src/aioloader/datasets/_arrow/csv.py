@@ -1,10 +1,9 @@
-"""CSV files in columns: ranges of lines as shards, parsed by pyarrow block by block.
+"""CSV files: ranges of lines as shards, parsed by pyarrow block by block.
 
-Column names come from the first line, types from the first lines, unified over all
-files, unless the user gives them. A plain file is cut into ranges; a compressed one, or
-one with newlines in values, is one shard. Resuming starts at the block that holds the
-next row; in a compressed file, at its beginning. An unreadable line is a failed sample;
-the lines around it are read.
+Unless given, column names come from the first line, and types from the first lines,
+unified over all files. A plain file is cut into ranges; a compressed file, or one with
+newlines in values, is a single shard. Resuming parses again from the block with the
+next row; a compressed file from its beginning. An unreadable line is a failed sample.
 """
 
 import contextlib
@@ -31,39 +30,38 @@ from aioloader.datasets._arrow.files import (
     RestartPoint,
     TableFormat,
     edges,
+    request_bytes,
 )
 from aioloader.datasets._arrow.projection import Projection, checked
 from aioloader.datasets._streams.shards import ShardPosition, Summary
 from aioloader.errors import DatasetError, TruncatedReadError
 
-_RANGE = 32 << 20
-# Bytes parsed at once: the search for quotes holds the interpreter lock.
-BLOCK = 1 << 18
-# The longest line.
-_LONGEST = 1 << 28
-_LEAST_HEAD, _MOST_HEAD = 1 << 16, 1 << 26
-_LEAST_REQUEST, _MOST_REQUEST = 1 << 18, 8 << 20
-# Packed bytes needed to unpack that many: bzip2 packs 900 KB at once.
+_RANGE_BYTES = 32 << 20
+# Bytes parsed at once: the search for quotes holds the GIL.
+_BLOCK_BYTES = 1 << 18
+_MAX_LINE = 1 << 28
+# Bytes read to find names and types.
+_MIN_HEAD, _MAX_HEAD = 1 << 16, 1 << 26
+# The same, compressed: bzip2 has blocks of 900 KB.
 _PACKED_HEAD = 1 << 20
-_PACKED = {
+_PACKINGS = {
     "gz": "gzip", "bz2": "bz2", "zst": "zstd", "zstd": "zstd", "lz4": "lz4",
     "br": "brotli",
 }  # fmt: skip
-_NOT_READ = {"xz", "zip", "7z"}
-# About how much memory a schema of a few columns takes.
-_HEAD = 1 << 12
-# pyarrow's message for a value that is not of its column's type.
+_UNSUPPORTED = {"xz", "zip", "7z"}
+# Memory of a file's metadata, about.
+_NBYTES = 1 << 12
+# pyarrow's message for a value that does not fit its column's type.
 _MISFIT = re.compile(
     r"(?s)In CSV column #(\d+): (?:Row #\d+: )?"
     r"(?:CSV conversion error to (.+): invalid value '(.*)')?"
 )
-# The byte order mark at the start of a file.
 _BOM = "\ufeff".encode()
 
 
 @dataclass(frozen=True)
 class Dialect:
-    """How values are written, as in ``CSVDataset``; no line ends within quotes."""
+    """The CSV dialect, as in ``CSVDataset``. A newline within quotes ends no line."""
 
     delimiter: str = ","
     quote_char: str | bool = '"'
@@ -86,18 +84,18 @@ class Dialect:
         return {**asdict(self), "null_values": nulls}
 
     def first_end(self, data: bytes) -> int:
-        """Return where the first line ends, after its newline; 0: not in ``data``."""
+        """Return the offset after the first newline that ends a line, or 0."""
         if not self._is_quoted(data):
             return data.find(b"\n") + 1
-        found = re.match(self._values + rb"\n", data)
-        return 0 if found is None else found.end()
+        line = re.match(self._values + rb"\n", data)
+        return 0 if line is None else line.end()
 
     def last_end(self, data: bytes) -> int:
-        """Return where the last whole line ends, after its newline; 0: none."""
+        """Return the offset after the last newline that ends a line, or 0."""
         if not self._is_quoted(data):
             return data.rfind(b"\n") + 1
-        found = re.match(rb"(?:" + self._values + rb"\n)*+", data)
-        return 0 if found is None else found.end()
+        lines = re.match(rb"(?:" + self._values + rb"\n)*+", data)
+        return 0 if lines is None else lines.end()
 
     def is_open(self, data: bytes) -> bool:
         """Return whether ``data`` ends within quotes."""
@@ -113,12 +111,12 @@ class Dialect:
         *,
         skip_wrong: bool = False,
     ) -> pa.Table:
-        """Return whole lines as a table, perhaps without those of another length.
+        """Parse whole lines; with ``skip_wrong``, drop lines of another length.
 
         Without ``names`` the first line has them; without ``include`` all columns are
-        returned; columns without ``types`` are guessed.
+        returned; the types of columns without ``types`` are inferred.
         """
-        if data.startswith(_BOM):  # here it is text, but pyarrow would drop it
+        if data.startswith(_BOM):  # text here, but pyarrow would drop it
             data = b"\n" + data
         nulls = {} if self.null_values is None else {"null_values": self.null_values}
         return csv.read_csv(
@@ -146,11 +144,8 @@ class Dialect:
 
     @functools.cached_property
     def _values(self) -> bytes:
-        """A pattern of the values of one line, which are not within quotes at its end.
-
-        A quote within a value is a character.
-        """
-        quote, escape, between = (
+        """A pattern for one line's values; a quote in an unquoted one is literal."""
+        quote, escape, delimiter = (
             re.escape(str(sign or "").encode())
             for sign in (self.quote_char, self.escape_char, self.delimiter)
         )
@@ -158,92 +153,88 @@ class Dialect:
         if escape:
             inner += rb"|" + escape + rb"(?s:.)"
         quoted = quote + rb"(?:" + inner + rb")*+" + quote
-        value = rb"(?:" + quoted + rb"|(?!" + quote + rb"))[^" + between + rb"\r\n]*+"
-        return value + rb"(?:[" + between + rb"\r]" + value + rb")*+"
+        value = rb"(?:" + quoted + rb"|(?!" + quote + rb"))[^" + delimiter + rb"\r\n]*+"
+        return value + rb"(?:[" + delimiter + rb"\r]" + value + rb")*+"
 
 
 class CSVFormat(TableFormat):
-    """Lines of CSV files.
-
-    A shard is an address, the first byte, and one past the last (0: the end of the
-    file). Arguments are those of ``CSVDataset`` and ``TableFormat``.
-    """
+    """Lines of CSV files; a shard is (address, first byte, stop or 0 for the end)."""
 
     def __init__(
         self,
         addresses: Any,
-        places: Any,
+        storage: Any,
         *,
         dialect: Dialect,
         column_names: Sequence[str] | None = None,
         column_types: Mapping[str, Any] | None = None,
-        **wanted: Any,
+        **projection: Any,
     ) -> None:
-        super().__init__(addresses, places, **wanted)
+        super().__init__(addresses, storage, **projection)
         if isinstance(column_names, str):
             raise TypeError(f"column_names must be a list, got {column_names!r}")
         self._dialect = dialect
         self._column_names = None if column_names is None else list(column_names)
-        self._types = {n: _type(n, one) for n, one in (column_types or {}).items()}
-        self._types |= {one.name: one.type for one in wanted.get("schema") or ()}
+        self._types = {n: _type(n, kind) for n, kind in (column_types or {}).items()}
+        self._types |= {f.name: f.type for f in projection.get("schema") or ()}
 
     def describe(self) -> dict[str, Any]:
-        types = {name: str(one) for name, one in sorted(self._types.items())}
+        types = {name: str(kind) for name, kind in sorted(self._types.items())}
         names = {"column_names": self._column_names, "column_types": types}
         return {**super().describe(), **self._dialect.describe(), **names}
 
     def summary(self, shards: Sequence[FilePart]) -> Summary:
-        """Return also where files are cut: that depends on lengths, which may grow."""
+        """Include a digest of the cuts: they depend on the files' lengths."""
         cuts = "".join(f"{start}-{stop};" for _, start, stop in shards if start + stop)
         digest = {"cuts": f"{zlib.crc32(cuts.encode()):08x}"} if cuts else {}
         return {**super().summary(shards), **digest}
 
     def _cut(self, shard: FilePart, count: int) -> list[FilePart]:
         address, start, stop = shard
-        end = self._kept.get(address)
-        if end is None or self._is_whole(address):
+        meta = self._cache.get(address)
+        if meta is None or self._is_whole(address):
             raise ValueError(
                 f"{self.storage.label(address)!r} is compressed, or may have newlines "
                 "in values, so it is one shard and cannot be cut for more readers; "
                 "write more files, or plain ones"
             )
-        size = (stop or end.version.size) - start
-        cuts = [start + at for at in edges(size, count)[:-1]]
+        size = (stop or meta.version.size) - start
+        cuts = [start + edge for edge in edges(size, count)[:-1]]
         return [(address, *pair) for pair in pairwise([*cuts, stop])]
 
     def _is_whole(self, address: str) -> bool:
-        """Return whether a file can only be read from its beginning."""
+        """Return whether a file can only be read as a whole."""
         is_packed = _packing(self.storage.label(address)) is not None
         return is_packed or self._dialect.newlines_in_values
 
-    async def _read_end(self, address: str, location: str) -> FileMetadata:
+    async def _read_metadata(self, address: str, location: str) -> FileMetadata:
         packing, version = _packing(location), await self.storage.version(address)
         size = version.size
         if packing and not size:
             text = f"{location!r} is empty, as no compressed file is: write it again"
             raise TruncatedReadError(text, location=location, received=0)
-        least, found = _PACKED_HEAD if packing else _LEAST_HEAD, None
-        while found is None:
-            data, _ = await self.storage.part(address, 0, min(size, least), version)
-            head_of = partial(self._head_of, is_all=len(data) >= size)
-            found = await in_thread(head_of, data, packing, location)
-            least *= 16
-        schema, start = found
-        count = 1 if self._is_whole(address) else max(1, -(-size // _RANGE))
+        length, head = _PACKED_HEAD if packing else _MIN_HEAD, None
+        while head is None:
+            data, _ = await self.storage.part(address, 0, min(size, length), version)
+            parse = partial(self._parse_head, is_all=len(data) >= size)
+            head = await in_thread(parse, data, packing, location)
+            length *= 16
+        schema, start = head
+        count = 1 if self._is_whole(address) else max(1, -(-size // _RANGE_BYTES))
         cuts = pairwise([*edges(size, count)[:-1], 0])
         parts: list[tuple[FilePart, int]] = [(pair, size // count) for pair in cuts]
-        # The fact is where the first line after the names starts, unpacked.
+        # The details are the unpacked offset of the first line after the names.
         schema = self._shared(schema)
-        return FileMetadata(address, location, version, schema, parts, start, _HEAD)
+        return FileMetadata(address, location, version, schema, parts, start, _NBYTES)
 
-    def _head_of(
+    def _parse_head(
         self, data: bytes, packing: str | None, location: str, *, is_all: bool
     ) -> tuple[pa.Schema, int] | None:
-        """Return columns and start of the lines; None: needs more. In a thread."""
+        """Return the schema, and the offset of the first row; None: needs more data."""
         dialect = self._dialect
         if packing is not None:
             data, is_all = _unpacked(data, packing, location, is_all=is_all)
-        is_enough = is_all or len(data) >= _MOST_HEAD
+        is_enough = is_all or len(data) >= _MAX_HEAD
         start = len(_BOM) if data.startswith(_BOM) else 0
         names = self._column_names
         if names is None:
@@ -258,8 +249,8 @@ class CSVFormat(TableFormat):
             return None
         if is_all and not dialect.is_open(data[start:]):
             end = len(data)
-        types = self._guessed(data[start:end], names)
-        types |= {n: one for n, one in self._types.items() if n in types}
+        types = self._inferred(data[start:end], names)
+        types |= {n: kind for n, kind in self._types.items() if n in types}
         return checked(pa.schema([(name, types[name]) for name in names])), start
 
     def _names_in(self, line: bytes, location: str) -> list[str]:
@@ -286,133 +277,135 @@ class CSVFormat(TableFormat):
             )
         return names
 
-    def _guessed(self, data: bytes, names: Sequence[str]) -> dict[str, pa.DataType]:
-        """Return the types of columns by the first lines, without those that fail."""
+    def _inferred(self, data: bytes, names: Sequence[str]) -> dict[str, pa.DataType]:
+        """Infer the types of columns from the first lines, without unreadable ones."""
         types = dict.fromkeys(names, pa.null())
         while data.strip(b"\r\n"):
-            is_text = False  # pyarrow decodes the wrong lines that it passes on
+            is_text = False  # to skip a line, pyarrow must decode it
             with contextlib.suppress(UnicodeDecodeError):
                 is_text = bool(data.decode())
             parse = partial(self._dialect.parse, data, names, skip_wrong=is_text)
             try:
-                found = parse()
-            except ValueError:  # a wrong line that is no text
+                table = parse()
+            except ValueError:  # a wrong line that is not UTF-8
                 data = data[: self._dialect.last_end(data[: len(data) // 2])]
                 continue
-            types |= {one.name: one.type for one in found.schema}
+            types |= {field.name: field.type for field in table.schema}
             for name in names:
-                if types[name] == pa.float64() and _is_whole(parse, found, name):
-                    types[name] = _integer(parse, name)
+                if types[name] == pa.float64() and _is_integral(parse, table, name):
+                    types[name] = _integer_type(parse, name)
             return types
         return types
 
     def _unit(self, part: Sequence[Any]) -> str:
         return f"the lines from byte {part[0]:,} on" if any(part) else ""
 
-    async def _decoding(
+    async def _decode_plan(
         self,
-        end: FileMetadata,
-        wanted: Projection,
+        meta: FileMetadata,
+        projection: Projection,
         part: Sequence[Any],
         position: ShardPosition,
         window: int,
     ) -> DecodePlan:
-        packing, (start, stop) = _packing(end.location), part
+        packing, (start, stop) = _packing(meta.location), part
         # A cut may be within the first line, or within empty lines before it.
-        first, is_inside = max(start, end.facts), start > end.facts
+        first, is_inside = max(start, meta.details), start > meta.details
         if "from" in position:
             (first, *_), is_inside = position["from"], False
         elif is_inside:
-            first -= 1  # a line may have started earlier
-        names, present = [*end.schema.names], wanted.present(end.schema)
-        types = {name: wanted.schema.field(name).type for name in present}
-        # An empty list of columns would be all.
+            first -= 1  # is it a newline, or has a line started earlier?
+        names, present = [*meta.schema.names], projection.present(meta.schema)
+        types = {name: projection.schema.field(name).type for name in present}
+        # For pyarrow, an empty list means all columns.
         include = present or names[:1]
         parse = partial(self._dialect.parse, names=names, types=types, include=include)
-        lines = Lines(self._dialect, parse, names, end.location)
+        lines = Lines(self._dialect, parse, names, meta.location)
 
         def items(file: pa.NativeFile) -> Iterator[Item]:
-            with _read_from(first, file, packing, end.location) as read:
-                for at, data in lines.blocks(read, first, stop, is_inside=is_inside):
+            with _read_from(first, file, packing, meta.location) as read:
+                for pos, data in lines.blocks(read, first, stop, is_inside=is_inside):
                     if packing is None:
-                        yield RestartPoint(at)
-                    yield from lines.batches(data, at)
+                        yield RestartPoint(pos)
+                    yield from lines.batches(data, pos)
 
-        most = max(_LEAST_REQUEST, min(window // 4, _MOST_REQUEST))
-        spans = [(0 if packing else first, stop or end.version.size)]
-        return DecodePlan(items, spans, most)
+        spans = [(0 if packing else first, stop or meta.version.size)]
+        return DecodePlan(items, spans, request_bytes(window))
 
 
 class Lines(NamedTuple):
+    """Splits the bytes of a range into lines, and parses them."""
+
     dialect: Dialect
-    parse: Callable[[bytes], pa.Table]  # of whole lines
-    names: Sequence[str]  # of all their columns
+    parse: Callable[[bytes], pa.Table]  # takes whole lines
+    names: Sequence[str]  # all columns of a line
     location: str
 
     def blocks(
-        self, read: Callable[[int], bytes], at: int, stop: int, *, is_inside: bool
+        self, read: Callable[[int], bytes], pos: int, stop: int, *, is_inside: bool
     ) -> Iterator[tuple[int, bytes]]:
-        """Yield the lines that start in a range, in blocks, and their positions.
+        """Yield the lines that start in a range, in blocks: (byte offset, lines).
 
-        It starts ``at`` a byte, perhaps of a line that started earlier (``is_inside``),
-        and ends before ``stop`` (0: never). ``read`` returns its next bytes.
+        ``read`` returns bytes from ``pos`` on; if ``is_inside``, the first may
+        belong to an earlier line. No line starts at ``stop`` or later (0: no limit).
         """
         data, is_last = b"", False
         while not is_last:
-            piece = read(max(BLOCK, len(data)))
+            piece = read(max(_BLOCK_BYTES, len(data)))
             data, is_last = data + piece, not piece
             if is_inside:
                 end = data.find(b"\n") + 1 or len(data)
                 is_inside = data[end - 1 : end] != b"\n"
-                at, data = at + end, data[end:]
-            if stop and at + len(data) >= stop and not is_inside:
-                end = 0 if at >= stop else data.find(b"\n", stop - 1 - at) + 1
-                if end or at >= stop:
+                pos, data = pos + end, data[end:]
+            if stop and pos + len(data) >= stop and not is_inside:
+                end = 0 if pos >= stop else data.find(b"\n", stop - 1 - pos) + 1
+                if end or pos >= stop:
                     data, is_last = data[:end], True
             end = self.dialect.last_end(data)
             if is_last and end < len(data):
-                self._check_end(data[end:], at + end)
+                self._check_end(data[end:], pos + end)
                 end = len(data)
             if end:
-                yield at, data[:end]
-            at, data = at + end, data[end:]
-            if len(data) > _LONGEST:
-                self._check_end(b"", at)
+                yield pos, data[:end]
+            pos, data = pos + end, data[end:]
+            if len(data) > _MAX_LINE:
+                self._check_end(b"", pos)
 
-    def _check_end(self, line: bytes, at: int) -> None:
+    def _check_end(self, line: bytes, pos: int) -> None:
         """Check that the rest of a range or file is a whole line."""
         if line and not self.dialect.is_open(line):
             return
-        what = "within quotes" if line else f"after more than {_LONGEST:,} bytes"
+        where = "within quotes" if line else f"after more than {_MAX_LINE:,} bytes"
         raise DatasetError(
-            f"{self.location!r} has a line at byte {at:,} that ends {what}: a quote is "
-            "missing, or there is a newline in a value (pass newlines_in_values=True)",
+            f"{self.location!r} has a line at byte {pos:,} that ends {where}: a quote "
+            "is missing, or there is a newline in a value (pass "
+            "newlines_in_values=True)",
             location=self.location,
         )
 
-    def batches(self, data: bytes, at: int) -> Iterator[pa.RecordBatch | FailedSample]:
-        """Yield whole lines as record batches, and unreadable lines one by one."""
+    def batches(self, data: bytes, pos: int) -> Iterator[pa.RecordBatch | FailedSample]:
+        """Yield whole lines as record batches, each unreadable line as a failure."""
         if not data.strip(b"\r\n"):
             return
         try:
-            found = self.parse(data).combine_chunks().to_batches()
+            batches = self.parse(data).combine_chunks().to_batches()
         except (ValueError, TypeError, NotImplementedError) as error:
             dialect = self.dialect
             end = dialect.last_end(data[: len(data) // 2]) or dialect.first_end(data)
             if isinstance(error, NotImplementedError) or end in {0, len(data)}:
-                yield self._unread(data, at, error)
+                yield self._unread(data, pos, error)
                 return
-            yield from self.batches(data[:end], at)
-            yield from self.batches(data[end:], at + end)
+            yield from self.batches(data[:end], pos)
+            yield from self.batches(data[end:], pos + end)
         else:
-            yield from found
+            yield from batches
 
-    def _unread(self, line: bytes, at: int, error: Exception) -> FailedSample:
+    def _unread(self, line: bytes, pos: int, error: Exception) -> FailedSample:
         shown = line[:60].decode("utf-8", "backslashreplace").rstrip("\r\n")
         why, fix = str(error), "correct the line, or pass other types (column_types=)"
-        if found := _MISFIT.match(why):
-            number, kind, value = found.groups()
-            name, why = self.names[int(number)], why[found.end() :]
+        if misfit := _MISFIT.match(why):
+            number, kind, value = misfit.groups()
+            name, why = self.names[int(number)], why[misfit.end() :]
             if kind == "null":
                 why = f"has {value!r} and no known type: its first values are empty"
             elif kind:
@@ -420,7 +413,7 @@ class Lines(NamedTuple):
             why = f"column {name!r} {why}"
             fix = f"pass its type, as in column_types={{{name!r}: 'string'}}"
         failure = DatasetError(
-            f"the line at byte {at:,} of {self.location!r} cannot be read: {why}; it "
+            f"the line at byte {pos:,} of {self.location!r} cannot be read: {why}; it "
             f"starts {shown!r}; {fix}",
             location=self.location,
         )
@@ -428,14 +421,14 @@ class Lines(NamedTuple):
         return FailedSample(failure)
 
 
-def _is_whole(parse: Callable[..., pa.Table], table: pa.Table, name: str) -> bool:
-    """Return whether a column that pyarrow reads as floats has integers only."""
+def _is_integral(parse: Callable[..., pa.Table], table: pa.Table, name: str) -> bool:
+    """Return whether a column that pyarrow infers as floats has only integers."""
     texts = parse(types={name: pa.string()}, include=[name])[name]
     digits = compute.match_substring_regex(texts, r"^\s*[-+]?\d+\s*$")
     return bool(compute.all(compute.or_(digits, table[name].is_null())).as_py())
 
 
-def _integer(parse: Callable[..., pa.Table], name: str) -> pa.DataType:
+def _integer_type(parse: Callable[..., pa.Table], name: str) -> pa.DataType:
     try:
         parse(types={name: pa.uint64()}, include=[name])
     except ValueError:
@@ -447,20 +440,20 @@ def _integer(parse: Callable[..., pa.Table], name: str) -> pa.DataType:
 def _read_from(
     start: int, file: pa.NativeFile, packing: str | None, location: str
 ) -> Iterator[Any]:
-    """Yield the ``read`` of a file from a byte on, unpacked."""
+    """Yield a function that reads a file from an (unpacked) offset on."""
     if packing is None:
         file.seek(start)
         yield file.read
         return
     with pa.CompressedInputStream(file, packing) as unpacked:
         read = _unpacking(unpacked, location)
-        while start and (skipped := read(min(start, BLOCK))):
+        while start and (skipped := read(min(start, _BLOCK_BYTES))):
             start -= len(skipped)
         yield read
 
 
 def _unpacking(stream: pa.NativeFile, location: str) -> Callable[[int], bytes]:
-    """Return a ``read`` of unpacked bytes, which fails after the last good ones."""
+    """Return a function that reads unpacked bytes, and raises after the last good."""
     failure: Exception | None = None
 
     def read(size: int) -> bytes:
@@ -474,7 +467,7 @@ def _unpacking(stream: pa.NativeFile, location: str) -> Callable[[int], bytes]:
                 raise
             failure = _damage(error, location)
             failure.__cause__ = error
-            # Arrow has unpacked in place, and does not say how much.
+            # Arrow has unpacked in place, but does not report how much.
             if good := piece.rstrip(b"\0"):
                 return bytes(good)
         raise failure
@@ -484,35 +477,35 @@ def _unpacking(stream: pa.NativeFile, location: str) -> Callable[[int], bytes]:
 
 def _packing(location: str) -> str | None:
     ending = location.rpartition(".")[2].lower()  # a label has no query
-    if ending in _NOT_READ:
-        known = ", ".join(f".{one}" for one in _PACKED)
+    if ending in _UNSUPPORTED:
+        endings = ", ".join(f".{name}" for name in _PACKINGS)
         raise DatasetError(
             f"{location!r} is compressed as .{ending}, which CSV files are not read "
-            f"from: decompress it, or use one of {known}",
+            f"from: decompress it, or use one of {endings}",
             location=location,
         )
-    return _PACKED.get(ending)
+    return _PACKINGS.get(ending)
 
 
 def _unpacked(
     data: bytes, packing: str, location: str, *, is_all: bool
 ) -> tuple[bytes, bool]:
-    """Return the beginning of the unpacked data, and whether that is all."""
-    found = b""
+    """Return the beginning of the unpacked data, and whether it is complete."""
+    head = b""
     try:
         with pa.CompressedInputStream(pa.BufferReader(data), packing) as stream:
             read = _unpacking(stream, location)
-            while part := read(_LEAST_HEAD):
-                found += part
-                if len(found) >= max(_LEAST_HEAD, len(data) // 16):
-                    return found, False
+            while part := read(_MIN_HEAD):
+                head += part
+                if len(head) >= max(_MIN_HEAD, len(data) // 16):
+                    return head, False
     except DatasetError:
         if not is_all:
-            return found, False
-        found = found[: found.rfind(b"\n") + 1]  # reading will tell
-        if not found:
+            return head, False
+        head = head[: head.rfind(b"\n") + 1]  # reading the file raises the error
+        if not head:
             raise
-    return found, is_all
+    return head, is_all
 
 
 def _damage(error: OSError, location: str) -> DatasetError:

@@ -1,9 +1,8 @@
-"""Arrow IPC files, a few record batches per shard, and IPC streams, one shard each.
+"""Arrow IPC: files as shards of a few record batches, streams as one shard each.
 
-The order is that of files, batches, rows. Only a shard's batches are requested from an
-object. Record batches are decoded one at a time; memory holds at least one of them,
-however large it was written. Arrow has no checksums: damage is detected only by the
-structure.
+The order is that of files, batches, rows. Of a remote file, only a shard's batches are
+requested. Batches are decoded one at a time, so memory holds at least a whole batch.
+Arrow has no checksums: only damage to the structure is detected.
 """
 
 import struct
@@ -24,6 +23,7 @@ from aioloader.datasets._arrow.files import (
     check_footer,
     damaged_footer,
     edges,
+    request_bytes,
 )
 from aioloader.datasets._arrow.projection import Projection, checked
 from aioloader.datasets._arrow.ranges import ByteSpan
@@ -32,32 +32,29 @@ from aioloader.datasets._streams.shards import MissingEnd, ShardPosition
 from aioloader.errors import DatasetError, TruncatedReadError
 
 _MAGIC = b"ARROW1"
-# Length of the footer, and the magic number after it.
-_END = 4 + len(_MAGIC)
-_CONTINUED = 0xFFFFFFFF
-# Small batches are read together, up to this many bytes.
-_SHARD = 4 << 20
-_LEAST_REQUEST, _MOST_REQUEST = 1 << 18, 8 << 20
+# After the footer: its length, and the magic number.
+_END_BYTES = 4 + len(_MAGIC)
+_CONTINUATION = 0xFFFFFFFF
+# Small batches are joined to shards of up to this many bytes.
+_SHARD_BYTES = 4 << 20
 
 
 class ArrowFormat(TableFormat):
-    """Record batches of Arrow IPC files and streams (also known as Feather).
+    """Arrow IPC files (Feather) and streams.
 
-    A shard is an address, the first of its record batches and one past the last: (0, 0)
-    for a stream, whose number is not known. Then, optionally, a part of its only record
-    batch, and the number of parts. Arguments are those of ``ArrowDataset`` and
-    ``TableFormat``.
+    A shard is (address, first batch, stop), with (0, 0) for a stream; a part of a
+    single batch adds its number and the number of parts.
     """
 
     def __init__(
         self,
         addresses: Any,
-        places: Any,
+        storage: Any,
         *,
         missing_end: MissingEnd = "error",
-        **wanted: Any,
+        **projection: Any,
     ) -> None:
-        super().__init__(addresses, places, **wanted)
+        super().__init__(addresses, storage, **projection)
         self._missing_end = missing_end
 
     def _cut(self, shard: FilePart, count: int) -> list[FilePart]:
@@ -69,7 +66,7 @@ class ArrowFormat(TableFormat):
             )
         batches = stop - first
         if count <= batches:
-            cuts = [first + at for at in edges(batches, count)]
+            cuts = [first + offset for offset in edges(batches, count)]
             return [(address, *pair) for pair in pairwise(cuts)]
         counts = (b - a for a, b in pairwise(edges(count, batches)))
         return [
@@ -78,45 +75,49 @@ class ArrowFormat(TableFormat):
             for part in range(parts)
         ]
 
-    async def _read_end(self, address: str, location: str) -> FileMetadata:
+    async def _read_metadata(self, address: str, location: str) -> FileMetadata:
         footer, version = await self._tail(address, _footer_length)
         if footer:
-            return await in_thread(self._parsed, footer, version, address, location)
+            return await in_thread(
+                self._parse_footer, footer, version, address, location
+            )
         head = await self._stream_head(address, version, location)
         schema = await in_thread(_schema_of, head, location)
         parts: list[tuple[FilePart, int]] = [((0, 0), version.size)]
-        facts: Any = b"", [], [(0, version.size)]
-        return FileMetadata(address, location, version, schema, parts, facts, len(head))
+        details: Any = b"", [], [(0, version.size)]
+        return FileMetadata(
+            address, location, version, schema, parts, details, len(head)
+        )
 
-    def _parsed(
+    def _parse_footer(
         self, footer: bytes, version: Version, address: str, location: str
     ) -> FileMetadata:
-        """Read a footer; in a thread, because wide tables take long."""
-        # The start and the end of the file are enough for the metadata.
+        """Parse a footer; run in a thread, because wide tables take long."""
+        # pyarrow needs only the file's start and end for the metadata.
         ends = pa.BufferReader(_MAGIC + b"\0\0" + footer)
         try:
             with pa.ipc.open_file(ends) as reader:
                 schema, count = checked(reader.schema), reader.num_record_batches
-            dictionaries, batches = _blocks(footer[:-_END], version.size, count)
+            dictionaries, batches = _blocks(footer[:-_END_BYTES], version.size, count)
         except Exception as error:
             raise damaged_footer(repr(location), location, error) from error
-        # Small batches are one shard: its first number, one past its last; and bytes.
+        # Join small batches: (first number, one past the last), bytes.
         parts: list[tuple[FilePart, int]] = []
         for number, (start, stop) in enumerate(batches):
-            (first, _), nbytes = parts[-1] if parts else ((0, 0), _SHARD)
-            if nbytes + stop - start > _SHARD:
+            (first, _), nbytes = parts[-1] if parts else ((0, 0), _SHARD_BYTES)
+            if nbytes + stop - start > _SHARD_BYTES:
                 parts.append(((number, number + 1), stop - start))
             else:
                 parts[-1] = (first, number + 1), nbytes + stop - start
-        facts, schema = (footer, dictionaries, batches), self._shared(schema)
+        details, schema = (footer, dictionaries, batches), self._shared(schema)
         return FileMetadata(
-            address, location, version, schema, parts, facts, len(footer)
+            address, location, version, schema, parts, details, len(footer)
         )
 
     async def _stream_head(
         self, address: str, version: Version, location: str
     ) -> bytes:
-        """Return the first message of a stream, which holds the schema."""
+        """Return a stream's first message, which holds the schema."""
         size = version.size
         head, _ = await self.storage.part(address, 0, min(size, 8), version)
         if head.startswith(_MAGIC):
@@ -129,12 +130,12 @@ class ArrowFormat(TableFormat):
         first, stop = 0, 0
         if len(head) == 8:
             first, length = struct.unpack("<Ii", head)
-            # Streams from before Arrow 0.15 start with the length.
-            stop = 8 + length if first == _CONTINUED else 4 + first
+            # Before Arrow 0.15, streams started with the length.
+            stop = 8 + length if first == _CONTINUATION else 4 + first
             if 8 < stop <= size:
                 return (await self.storage.part(address, 0, stop, version))[0]
         text = f"{location!r} is not an Arrow file or stream; write or copy it again"
-        if size < 8 or (first == _CONTINUED and stop > size):
+        if size < 8 or (first == _CONTINUATION and stop > size):
             text += f": it may be cut short at {size:,} bytes"
             raise TruncatedReadError(text, location=location, received=size)
         raise DatasetError(text, location=location)
@@ -143,53 +144,52 @@ class ArrowFormat(TableFormat):
         first, stop, *_ = part
         return f"record batches {first} to {stop - 1}" if stop else ""
 
-    async def _decoding(
+    async def _decode_plan(
         self,
-        end: FileMetadata,
-        wanted: Projection,
+        meta: FileMetadata,
+        projection: Projection,
         part: Sequence[Any],
         position: ShardPosition,  # noqa: ARG002  (rows before it are decoded too)
         window: int,
     ) -> DecodePlan:
-        footer, dictionaries, batches = end.facts
-        first, stop, *share = part
+        footer, dictionaries, batches = meta.details
+        first, stop, *cut = part
         if stop > len(batches) or bool(stop) != bool(footer):
             raise DatasetError(
-                f"{end.location!r} has {len(batches)} record batches, of which "
+                f"{meta.location!r} has {len(batches)} record batches, of which "
                 f"{first} to {stop} are wanted: it was rewritten; start again",
-                location=end.location,
+                location=meta.location,
             )
-        names = wanted.present(end.schema)
-        fields = [end.schema.get_field_index(name) for name in names]
+        names = projection.present(meta.schema)
+        fields = [meta.schema.get_field_index(name) for name in names]
         options = pa.ipc.IpcReadOptions(use_threads=False, included_fields=fields)
 
         def items(file: pa.NativeFile) -> Iterator[Item]:
             if not stop:
-                found = _streamed(file, options, end.location, self._missing_end)
-                yield from (batch.select(names) for batch in found)
+                streamed = _streamed(file, options, meta.location, self._missing_end)
+                yield from (batch.select(names) for batch in streamed)
                 return
             with pa.ipc.open_file(file, options=options) as reader:
                 for number in range(first, stop):
                     batch = reader.get_batch(number).select(names)
-                    if share:
-                        start, last = edges(batch.num_rows, share[1])[share[0] :][:2]
+                    if cut:
+                        start, last = edges(batch.num_rows, cut[1])[cut[0] :][:2]
                         batch = batch.slice(start, last - start)
                     yield batch
 
         spans = dictionaries + (batches[first:stop] or batches)
-        most = max(_LEAST_REQUEST, min(window // 4, _MOST_REQUEST))
-        return DecodePlan(items, spans, most, tail=footer)
+        return DecodePlan(items, spans, request_bytes(window), tail=footer)
 
 
 def _footer_length(data: bytes, size: int, location: str) -> int:
-    """Return how many bytes at a file's end are its footer; 0: it may be a stream."""
+    """Return the bytes from the footer to the file's end; 0 if it may be a stream."""
     if not data.endswith(_MAGIC):
         return 0
     length = -1
-    if len(data) >= _END:
-        length = struct.unpack("<i", data[-_END : -len(_MAGIC)])[0]
-    check_footer(length, size - _END - 8, size, location)
-    return length + _END
+    if len(data) >= _END_BYTES:
+        length = struct.unpack("<i", data[-_END_BYTES : -len(_MAGIC)])[0]
+    check_footer(length, size - _END_BYTES - 8, size, location)
+    return length + _END_BYTES
 
 
 def _schema_of(head: bytes, location: str) -> pa.Schema:
@@ -201,35 +201,34 @@ def _schema_of(head: bytes, location: str) -> pa.Schema:
 
 
 def _blocks(footer: bytes, size: int, count: int) -> list[list[ByteSpan]]:
-    """Return the positions of dictionaries and record batches in a footer.
+    """Return the byte spans of dictionaries and of record batches, from a footer.
 
-    pyarrow does not expose them, and without them each batch would take two requests,
-    one after the other. The footer is a FlatBuffer: a table whose third and fourth
-    fields are vectors of (offset, length of metadata, length of body).
+    pyarrow does not expose them. The footer is a FlatBuffer table, whose third and
+    fourth fields are vectors of (offset, metadata length, body length).
     Source: Arrow's ``format/File.fbs``, and the FlatBuffers internals.
     """
     (table,) = struct.unpack_from("<I", footer, 0)
     fields = table - struct.unpack_from("<i", footer, table)[0]
     (length,) = struct.unpack_from("<H", footer, fields)
-    found: list[list[ByteSpan]] = []
+    blocks: list[list[ByteSpan]] = []
     for entry in (8, 10):
         spans: list[ByteSpan] = []
         (offset,) = struct.unpack_from("<H", footer, fields + entry)
         if entry < length and offset:
             field = table + offset
             vector = field + struct.unpack_from("<I", footer, field)[0]
-            (listed,) = struct.unpack_from("<I", footer, vector)
-            data = footer[vector + 4 : vector + 4 + 24 * listed]
+            (entries,) = struct.unpack_from("<I", footer, vector)
+            data = footer[vector + 4 : vector + 4 + 24 * entries]
             for start, head, body in struct.iter_unpack("<qi4xq", data):
                 if min(start, head, body) < 0 or start + head + body > size:
                     raise ValueError(f"a message is outside the file's {size:,} bytes")
                 spans.append((start, start + head + body))
-            if len(spans) != listed:
-                raise ValueError(f"a list has {listed:,} entries")
-        found.append(spans)
-    if len(found[1]) != count:
-        raise ValueError(f"{len(found[1])} of {count} record batches are listed")
-    return found
+            if len(spans) != entries:
+                raise ValueError(f"a list has {entries:,} entries")
+        blocks.append(spans)
+    if len(blocks[1]) != count:
+        raise ValueError(f"{len(blocks[1])} of {count} record batches are listed")
+    return blocks
 
 
 def _streamed(
@@ -238,17 +237,17 @@ def _streamed(
     size = file.size()
     try:
         with pa.ipc.open_stream(file, options=options) as reader:
-            at = file.tell()
+            last_end = file.tell()
             for batch in reader:
                 yield batch
-                at = file.tell()
+                last_end = file.tell()
     except (ValueError, OSError) as error:
         if file.tell() < size:
             raise
         raise _cut_short(location, size, f"within a message: {error}") from error
     if file.tell() < size:
         raise ValueError(f"the stream ends at byte {file.tell():,} of {size:,}")
-    if file.tell() > at:  # the mark was read, after the last message
+    if file.tell() > last_end:  # the end-of-stream mark was read
         return
     if missing_end == "warn":
         warn(

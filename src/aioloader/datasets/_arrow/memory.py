@@ -1,9 +1,9 @@
-"""Tables in memory, ``pyarrow.dataset`` and streams of Arrow, as shards or as a whole.
+"""Arrow data from Python: tables, ``pyarrow.dataset``, and streams such as Ray Data.
 
-The order is the source's. A table is cut into ranges of rows, a dataset into its
-fragments (row groups, for Parquet), and these are cut if there are fewer of them than
-readers: each reader then decodes the rows before its part too. A position counts rows,
-so resuming reads a range or fragment again from its beginning; for a stream, all of it.
+The order is the source's. A table is cut into ranges of rows, a dataset into fragments
+(row groups, for Parquet). If there are fewer than readers, they are cut further, and a
+reader also decodes the rows before its part. A position counts rows: resuming reads a
+range or fragment, or the whole stream, again from its beginning.
 """
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -18,9 +18,15 @@ import pyarrow as pa
 from aioloader._base.blocks import Block
 from aioloader._base.cancellation import in_thread
 from aioloader._order.ranks import ReaderShare
-from aioloader.datasets._arrow.files import Opened, TableReader, between, edges
+from aioloader.datasets._arrow.files import (
+    BATCH_ROWS,
+    Opened,
+    TableReader,
+    between,
+    edges,
+)
 from aioloader.datasets._arrow.projection import Projection
-from aioloader.datasets._streams.cursors import Cursor, Reading, State, name_of
+from aioloader.datasets._streams.cursors import Cursor, Reading, State, qualname
 from aioloader.datasets._streams.shards import (
     ShardFormat,
     ShardPosition,
@@ -34,26 +40,29 @@ from aioloader.errors import StateMismatchError
 if TYPE_CHECKING:
     from pyarrow import dataset as ds  # slow to import
 
-# Rows of a shard in memory, and of a batch.
-_SHARD, _ROWS = 1 << 16, 1 << 14
-_BUDGET = 16 << 20
+# Rows of a shard of a table.
+_SHARD_ROWS = 1 << 16
+# Bytes for the decoded batches of a stream.
+_STREAM_BUDGET = 16 << 20
 RowRange: TypeAlias = tuple[int, int]
-# A fragment, which of its parts, and how many it has.
+# A fragment, the number of its part, and the number of parts.
 FragmentPart: TypeAlias = "tuple[ds.Fragment, int, int]"
 Row: TypeAlias = dict[str, Any]
 
 
 class MemoryFormat(ShardFormat[RowRange]):
-    def __init__(self, table: pa.Table, wanted: Projection) -> None:
+    """Ranges of rows of a table in memory."""
+
+    def __init__(self, table: pa.Table, projection: Projection) -> None:
         self._table = table
-        self._wanted = wanted.checked(table.schema, "the table")
+        self._projection = projection.checked(table.schema, "the table")
 
     async def shards(
         self, _stack: AsyncExitStack, _known: Summary | None = None
     ) -> list[RowRange]:
         rows = self._table.num_rows
-        starts = range(0, max(1, rows), _SHARD)
-        return [(start, min(start + _SHARD, rows)) for start in starts]
+        starts = range(0, max(1, rows), _SHARD_ROWS)
+        return [(start, min(start + _SHARD_ROWS, rows)) for start in starts]
 
     async def cut(self, _shards: Sequence[RowRange], count: int) -> list[RowRange]:
         return [*pairwise(edges(self._table.num_rows, count))]
@@ -65,7 +74,7 @@ class MemoryFormat(ShardFormat[RowRange]):
         return {"count": len(shards), "rows": self._table.num_rows}
 
     def describe(self) -> dict[str, Any]:
-        return self._wanted.describe()
+        return self._projection.describe()
 
     def open(
         self, shard: RowRange, position: ShardPosition, budget: int
@@ -73,36 +82,33 @@ class MemoryFormat(ShardFormat[RowRange]):
         start, stop = shard
         part = self._table.slice(start, stop - start)
 
-        async def opening(_window: int) -> Opened:
-            batches = map(self._wanted.of, part.to_batches(max_chunksize=_ROWS))
-            rows_of = partial(self._wanted.rows_of, location="the table")
+        async def open_shard(_window: int) -> Opened:
+            select = self._projection.select
+            batches = map(select, part.to_batches(max_chunksize=BATCH_ROWS))
+            rows_of = partial(self._projection.rows_of, location="the table")
             return Opened(lambda: batches, rows_of, part.num_rows)
 
         unit = f"rows {start:,} to {stop:,}"
-        return TableReader(opening, "the table", unit, position, budget)
+        return TableReader(open_shard, "the table", unit, position, budget)
 
 
 class FragmentFormat(ShardFormat):
-    """Fragments of a pyarrow dataset, or parts of them; Parquet by row groups.
+    """Fragments (or parts) of a dataset of pyarrow or a subclass, such as Lance's."""
 
-    The dataset may be of another library, such as Lance, if it is derived from
-    pyarrow's, and its fragments read columns and filters.
-    """
-
-    def __init__(self, dataset: "ds.Dataset", wanted: Projection) -> None:
+    def __init__(self, dataset: "ds.Dataset", projection: Projection) -> None:
         self._dataset = dataset
-        self._wanted = wanted.checked(dataset.schema, "the dataset")
-        filters = wanted.filters
-        # What the dataset may skip by statistics, which leave NaN out.
+        self._projection = projection.checked(dataset.schema, "the dataset")
+        filters = projection.filters
+        # For skipping by statistics; None if NaN, which they leave out, may match.
         self._condition = None
         if filters is not None and not filters.nans(dataset.schema):
             self._condition = filters.expression
-        self._is_pyarrows = type(dataset).__module__.startswith("pyarrow.")
+        self._is_native = type(dataset).__module__.startswith("pyarrow.")
 
     async def shards(
         self, _stack: AsyncExitStack, _known: Summary | None = None
     ) -> "list[FragmentPart]":
-        return [(one, 0, 1) for one in await in_thread(self._fragments)]
+        return [(fragment, 0, 1) for fragment in await in_thread(self._fragments)]
 
     async def cut(
         self, shards: "Sequence[FragmentPart]", count: int
@@ -115,55 +121,55 @@ class FragmentFormat(ShardFormat):
         ]
 
     def _fragments(self) -> "list[ds.Fragment]":
-        if not self._is_pyarrows:
+        if not self._is_native:
             return list(self._dataset.get_fragments())
-        found: list[ds.Fragment] = []
+        fragments: list[ds.Fragment] = []
         for fragment in self._dataset.get_fragments(self._condition):
             split = getattr(fragment, "split_by_row_group", None)
             args = self._condition, self._dataset.schema
-            found += [fragment] if split is None else split(*args)
-        return found or list(self._dataset.get_fragments())[:1]
+            fragments += [fragment] if split is None else split(*args)
+        return fragments or list(self._dataset.get_fragments())[:1]
 
     def summary(self, shards: "Sequence[FragmentPart]") -> Summary:
         return summary_of(_name(fragment) for fragment, *_ in shards)
 
     def describe(self) -> dict[str, Any]:
-        return self._wanted.describe()
+        return self._projection.describe()
 
     def open(
         self, shard: "FragmentPart", position: ShardPosition, budget: int
     ) -> ShardReader:
         location = _name(shard[0])
 
-        async def opening(_window: int) -> Opened:
-            rows_of = partial(self._wanted.rows_of, location=location)
+        async def open_shard(_window: int) -> Opened:
+            rows_of = partial(self._projection.rows_of, location=location)
             return Opened(partial(self._part, *shard), rows_of, may_wait=True)
 
-        return TableReader(opening, location, "", position, budget)
+        return TableReader(open_shard, location, "", position, budget)
 
     def _part(
         self, fragment: "ds.Fragment", number: int, parts: int
     ) -> Iterator[pa.RecordBatch]:
-        """Return the batches of a fragment, or those of a part of its rows."""
+        """Return the batches of a part of a fragment."""
         if parts == 1:
             return self._batches(fragment)
-        if self._condition is None and not self._is_pyarrows:
+        if self._condition is None and not self._is_native:
             rows = fragment.count_rows()
         else:
-            # pyarrow 26 also counts rows of other row groups.
-            rows = sum(one.num_rows for one in self._batches(fragment, []))
+            # count_rows of pyarrow 26 also counts rows of other row groups.
+            rows = sum(batch.num_rows for batch in self._batches(fragment, []))
         first, stop = edges(rows, parts)[number:][:2]
         return between(self._batches(fragment), first, stop)
 
     def _batches(
         self, fragment: "ds.Fragment", columns: list[str] | None = None
     ) -> Generator[pa.RecordBatch, None, None]:
-        names = list(self._wanted.names) if columns is None else columns
+        names = list(self._projection.names) if columns is None else columns
         options: dict[str, Any] = {"columns": names, "filter": self._condition}
-        if self._is_pyarrows:
+        if self._is_native:
             # The schema includes the partition columns.
             options |= {"schema": self._dataset.schema, "use_threads": False}
-        scanner = fragment.scanner(batch_size=_ROWS, **options)
+        scanner = fragment.scanner(batch_size=BATCH_ROWS, **options)
         yield from scanner.to_reader()
 
 
@@ -176,18 +182,18 @@ def _name(fragment: "ds.Fragment") -> str:
 
 
 class ArrowStream(Stream[Row]):
-    """A stream that each reader restarts in every epoch, or one of Ray Data.
+    """A stream of Arrow data, which each reader reads from its beginning every epoch.
 
-    Its source is the data, or a function that returns it; or else it has ``splits``,
-    iterators of Ray Data, one for each reader.
+    ``source`` is the data, or a function that returns it. With ``splits``, iterators of
+    Ray Data, each reader reads the one with its number instead.
     """
 
     def __init__(
-        self, source: Any, wanted: Projection, splits: Iterable[Any] = ()
+        self, source: Any, projection: Projection, splits: Iterable[Any] = ()
     ) -> None:
         super().__init__()
         self._source = source
-        self._wanted = wanted
+        self._projection = projection
         self._splits = [*splits]
 
     async def open(self, reading: Reading, state: State) -> Cursor:
@@ -199,7 +205,7 @@ class ArrowStream(Stream[Row]):
             share = replace(share, reader=0, readers=1)
         elif hasattr(make, "__arrow_c_stream__"):
             make = lambda: self._source  # noqa: E731
-        return StreamCursor(make, self._wanted, share, state, repr(self))
+        return StreamCursor(make, self._projection, share, state, repr(self))
 
     def _check_splits(self, readers: int, state: State) -> None:
         count = len(self._splits)
@@ -220,36 +226,36 @@ class ArrowStream(Stream[Row]):
             )
 
     def describe(self) -> State:
-        function = "" if self._splits else name_of(self._source)
+        function = "" if self._splits else qualname(self._source)
         splits = {"splits": len(self._splits)} if self._splits else {}
-        described = self._wanted.describe()
+        described = self._projection.describe()
         return {"kind": "from_arrow", **described, "function": function, **splits}
 
     def __repr__(self) -> str:
         if self._splits:
             return f"from_arrow(<{len(self._splits)} iterators of Ray Data>)"
-        return f"from_arrow({name_of(self._source)})"
+        return f"from_arrow({qualname(self._source)})"
 
 
 class StreamCursor(Cursor):
-    """A stream that ``make`` starts; each of N readers keeps every Nth row of it."""
+    """Reads a stream that ``make`` returns; each of N readers keeps every Nth row."""
 
     def __init__(
         self,
         make: Callable[[], Any],
-        wanted: Projection,
+        projection: Projection,
         share: ReaderShare,
         state: State,
         label: str,
     ) -> None:
         super().__init__(state)
-        self._source = make
-        self._wanted = wanted
+        self._make_source = make
+        self._projection = projection
         self._reader, self._readers = share.reader, share.readers
         self._row: int = state.get("read", 0)
         self._label = label
-        at = {"row": self._row}
-        self._rows = TableReader(self._opening, label, "", at, _BUDGET)
+        position = {"row": self._row}
+        self._rows = TableReader(self._open, label, "", position, _STREAM_BUDGET)
 
     async def _close(self) -> None:
         await self._rows.aclose()
@@ -261,21 +267,21 @@ class StreamCursor(Cursor):
                 return block
             first = (self._reader - self._row) % self._readers
             self._row += len(block)
-            mine: Block = block[first :: self._readers]
-            if len(mine):
-                return mine
+            share: Block = block[first :: self._readers]
+            if len(share):
+                return share
 
-    def _here(self) -> State:
+    def _make_state(self) -> State:
         return {"read": self._row}
 
-    async def _opening(self, _window: int) -> Opened:
-        rows_of = lambda batch: self._wanted.rows_of(batch, self._label)  # noqa: E731
+    async def _open(self, _window: int) -> Opened:
+        rows_of = lambda batch: self._projection.rows_of(batch, self._label)  # noqa: E731
         return Opened(self._batches, rows_of, may_wait=True, is_users=True)
 
     def _batches(self) -> Iterator[pa.RecordBatch]:
-        for batch in _batches_of(self._source()):
-            self._wanted = self._wanted.checked(batch.schema, self._label)
-            yield self._wanted.of(batch)
+        for batch in _batches_of(self._make_source()):
+            self._projection = self._projection.checked(batch.schema, self._label)
+            yield self._projection.select(batch)
 
 
 def _batches_of(source: Any) -> Iterator[pa.RecordBatch]:

@@ -1,9 +1,9 @@
-"""A file for pyarrow whose bytes come by ranged requests, many of them in advance.
+"""A file object for pyarrow whose bytes come from prefetched ranged requests.
 
-The reads are known in advance: a plan of ranges, in their order of use. Requests run
-ahead within a budget, on the event loop; pyarrow reads in a thread, which waits for
-missing bytes. A range is released when all of it was read. A read outside the plan
-makes its own request: the plan changes time and memory, not results.
+The plan lists the ranges in their order of use. Requests run ahead on the event loop,
+within a budget; pyarrow reads in a thread and waits there for missing bytes. A range is
+released once read. A read outside the plan sends its own request: the plan affects time
+and memory, not results.
 """
 
 import asyncio
@@ -22,71 +22,71 @@ from aioloader.errors import DatasetError
 
 ByteSpan: TypeAlias = tuple[int, int]
 
-# Ranges nearer than this are read in one request: a round trip costs more.
-_GAP = 1 << 16
+# Ranges closer than this share a request: a round trip costs more than the gap.
+_MAX_GAP = 1 << 16
 
 
 @dataclass
 class FetchedRange:
-    """A range of the file, released when its ``left`` bytes were read."""
+    """A range of the file, released once its ``unread`` bytes were read."""
 
     start: int
     stop: int
-    left: int
-    body: "Future[memoryview] | None" = None  # once requested and until released
-    is_passed: bool = False  # released, so that it is not requested ahead
+    unread: int
+    body: "Future[memoryview] | None" = None  # while requested and not yet released
+    is_released: bool = False  # if so, it is not requested ahead
 
 
 def plan(
-    spans: Iterable[ByteSpan], most: int, *, in_order: bool = False
+    spans: Iterable[ByteSpan], max_bytes: int, *, in_order: bool = False
 ) -> list[FetchedRange]:
     """Return the requests for ``spans`` of a file, in their order of use.
 
-    Long spans are cut, and adjacent short ones joined, up to ``most`` bytes. If not
-    ``in_order``, they are read in parallel, like columns: the n-th parts of all come
-    before the next parts.
+    Cuts long spans, and joins adjacent short ones, up to ``max_bytes``. Unless
+    ``in_order``, spans are read in parallel, like columns: the n-th parts of all spans
+    come before any later part.
     """
     groups: list[FetchedRange] = []
     for start, stop in sorted(span for span in spans if span[0] < span[1]):
         last = groups[-1] if groups else None
-        is_near = last is not None and last.stop <= start <= last.stop + _GAP
-        if last is not None and is_near and stop - last.start <= most:
-            last.stop, last.left = stop, last.left + stop - start
+        is_near = last is not None and last.stop <= start <= last.stop + _MAX_GAP
+        if last is not None and is_near and stop - last.start <= max_bytes:
+            last.stop, last.unread = stop, last.unread + stop - start
         else:
             groups.append(FetchedRange(start, stop, stop - start))
-    found: list[tuple[float, int, FetchedRange]] = []
+    requests: list[tuple[float, int, FetchedRange]] = []
     for group in groups:
         size = group.stop - group.start
-        step = -(-size // -(-size // most))
+        step = -(-size // -(-size // max_bytes))
         for start in range(group.start, group.stop, step):
             stop = min(group.stop, start + step)
-            one = group if step == size else FetchedRange(start, stop, stop - start)
+            request = group if step == size else FetchedRange(start, stop, stop - start)
             turn = 0 if in_order else (start - group.start) / size
-            found.append((turn, start, one))
-    return [one for *_, one in sorted(found, key=lambda item: item[:2])]
+            requests.append((turn, start, request))
+    return [request for *_, request in sorted(requests, key=lambda item: item[:2])]
 
 
 class RangeFile(io.RawIOBase):
-    """A file object for pyarrow; ``read`` returns the bytes from a start to a stop."""
+    """A seekable file object for pyarrow, over a function ``read(start, stop)``."""
 
     def __init__(self, size: int, read: Callable[[int, int], Buffer]) -> None:
         self._size = size
         self._read = read
-        self._at = 0
+        self._offset = 0
 
     def read(self, nbytes: int = -1) -> Buffer:
-        start = self._at
+        start = self._offset
         stop = self._size if nbytes < 0 else min(self._size, start + nbytes)
-        self._at = max(start, stop)
+        self._offset = max(start, stop)
         return self._read(start, stop)
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_CUR: self._at, io.SEEK_END: self._size}
-        self._at = base.get(whence, 0) + offset
-        return self._at
+        base = {io.SEEK_CUR: self._offset, io.SEEK_END: self._size}
+        self._offset = base.get(whence, 0) + offset
+        return self._offset
 
     def tell(self) -> int:
-        return self._at
+        return self._offset
 
     def readable(self) -> bool:
         return True
@@ -95,16 +95,16 @@ class RangeFile(io.RawIOBase):
 
 
 class FetchedRanges:
-    """The bytes of one file, requested ahead by ``read``.
+    """Prefetch the planned ranges of one file, within ``budget`` bytes.
 
-    ``begin`` and ``aclose`` belong to the loop's thread, ``read`` to one other thread,
-    which starts after ``begin`` and alone decides what is requested. No two ranges of
-    the ``plan`` overlap; one may exceed the ``budget`` of bytes. If reads only move
+    ``begin`` and ``aclose`` run on the loop's thread, ``read`` in one decoding thread,
+    which starts after ``begin`` and alone decides what to request. The ranges of
+    ``plan`` do not overlap; a single one may exceed the budget. If reads only move
     forward (``in_order``), skipped ranges are released too.
 
     Attributes:
-        tail: The end of the file, which is not requested, if that is known.
-        failure: Raised by the first request that failed, if any.
+        tail: The end of the file if known; it is not requested again.
+        failure: The error of the first request that failed.
     """
 
     def __init__(
@@ -127,8 +127,8 @@ class FetchedRanges:
         self._next = 0
         self._held = 0
         self._is_closed = False
-        self._by_start = sorted(plan, key=lambda found: found.start)
-        self._starts = [found.start for found in self._by_start]
+        self._by_start = sorted(plan, key=lambda planned: planned.start)
+        self._starts = [planned.start for planned in self._by_start]
         self._skippable = iter(self._by_start if in_order else ())
         self._oldest = next(self._skippable, None)
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -138,13 +138,13 @@ class FetchedRanges:
 
     def begin(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._ask_ahead()
+        self._prefetch()
 
     def is_draining(self) -> bool:
         return self._is_closed or self._next >= len(self._plan)
 
     async def aclose(self) -> None:
-        """Cancel the requests; a thread that waits for bytes fails."""
+        """Cancel the requests; a thread that is waiting for bytes gets an error."""
         self._is_closed = True
         await cancel(self._tasks)
 
@@ -155,79 +155,79 @@ class FetchedRanges:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         try:
-            return self._whole(start, stop, await self._read(start, stop))
+            return self._checked(start, stop, await self._read(start, stop))
         except Exception as error:
             self.failure = self.failure or error
             raise
 
-    def _whole(self, start: int, stop: int, body: Buffer) -> memoryview:
+    def _checked(self, start: int, stop: int, body: Buffer) -> memoryview:
         data = memoryview(body).cast("B")
         if len(data) != stop - start:
-            what = f" from byte {start:,} on"
-            raise truncated(self._location, stop - start, len(data), what)
+            where = f" from byte {start:,} on"
+            raise truncated(self._location, stop - start, len(data), where)
         return data
 
     # -- in the thread --------------------------------------------------------------
 
     def read(self, start: int, stop: int) -> Buffer:
-        """Return bytes of the file; waits for those in flight, raises what they do."""
-        if self.tail and start >= (known := self._size - len(self.tail)):
-            return self.tail[start - known : stop - known]
+        """Return bytes of the file; wait for their requests, and raise their errors."""
+        if self.tail and start >= (tail_start := self._size - len(self.tail)):
+            return self.tail[start - tail_start : stop - tail_start]
         parts: list[memoryview] = []
         while self._oldest is not None and self._oldest.stop <= start:
-            self._pass(self._oldest)
+            self._release(self._oldest)
             self._oldest = next(self._skippable, None)
         while start < stop:
-            found = self._find(start, stop)
-            data, end = self._wait_for(found), min(stop, found.stop)
-            parts.append(data[start - found.start : end - found.start])
-            found.left -= end - start
-            if found.left <= 0:
-                self._pass(found)
+            fetched = self._find(start, stop)
+            data, end = self._wait_for(fetched), min(stop, fetched.stop)
+            parts.append(data[start - fetched.start : end - fetched.start])
+            fetched.unread -= end - start
+            if fetched.unread <= 0:
+                self._release(fetched)
             start = end
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def _find(self, start: int, stop: int) -> FetchedRange:
-        """Return the range that contains ``start``, or a new one outside the plan."""
-        place = bisect.bisect_right(self._starts, start)
-        if place and start < self._by_start[place - 1].stop:
-            return self._by_start[place - 1]
-        if place < len(self._starts):
-            stop = min(stop, self._starts[place])
+        """Return the planned range that contains ``start``, or a new unplanned one."""
+        index = bisect.bisect_right(self._starts, start)
+        if index and start < self._by_start[index - 1].stop:
+            return self._by_start[index - 1]
+        if index < len(self._starts):
+            stop = min(stop, self._starts[index])
         return FetchedRange(start, stop, stop - start)
 
-    def _wait_for(self, found: FetchedRange) -> memoryview:
+    def _wait_for(self, fetched: FetchedRange) -> memoryview:
         try:
-            return (found.body or self._ask(found)).result()
+            return (fetched.body or self._request(fetched)).result()
         except CancelledError:
             text = f"{self._location!r} was closed while being read; read it again"
             raise DatasetError(text, location=self._location) from None
 
-    def _ask_ahead(self) -> None:
+    def _prefetch(self) -> None:
         while not self.is_draining():
-            found = self._plan[self._next]
-            if found.body is None and not found.is_passed:
-                size = found.stop - found.start
+            planned = self._plan[self._next]
+            if planned.body is None and not planned.is_released:
+                size = planned.stop - planned.start
                 if self._held and self._held + size > self._budget:
                     break
-                self._ask(found)
+                self._request(planned)
             self._next += 1
 
-    def _ask(self, found: FetchedRange) -> "Future[memoryview]":
+    def _request(self, fetched: FetchedRange) -> "Future[memoryview]":
         loop = self._loop
         if loop is None or loop.is_closed():
             raise DatasetError(
                 "the event loop is closed; read it again", location=self._location
             )
-        self._held += found.stop - found.start
-        request = self._fetch(found.start, found.stop)
-        found.body = body = asyncio.run_coroutine_threadsafe(request, loop)
+        self._held += fetched.stop - fetched.start
+        request = self._fetch(fetched.start, fetched.stop)
+        fetched.body = body = asyncio.run_coroutine_threadsafe(request, loop)
         return body
 
-    def _pass(self, found: FetchedRange) -> None:
-        """Release a range; a later read requests it once more."""
-        size = found.stop - found.start
-        if found.body is not None:
+    def _release(self, fetched: FetchedRange) -> None:
+        """Release a range's bytes; a later read would request them again."""
+        size = fetched.stop - fetched.start
+        if fetched.body is not None:
             self._held -= size
-        found.body, found.is_passed, found.left = None, True, size
-        self._ask_ahead()
+        fetched.body, fetched.is_released, fetched.unread = None, True, size
+        self._prefetch()

@@ -1,11 +1,9 @@
-"""Rows of a table as one block, in columns until a row is requested; their values.
+"""A block of table rows in columnar form, and the conversion of Arrow values.
 
 Slicing and joining copy nothing and keep the original memory alive; ``pick`` and
-``collate`` copy. One rule serves rows and batches. Numbers of one shape in all rows
-(also lists of a fixed size, tensors) are numpy views of Arrow's memory while there is
-no NULL. Lists of numbers are arrays, and tensors if their lengths agree; structs are
-dicts. Types without a tensor form are kept: text, dates, decimals, UUIDs, maps. Times
-that Python cannot represent (nanoseconds, the year 10000) are numpy's.
+``collate`` copy. Columns of numbers with one shape per row (scalars, fixed-size lists,
+tensors) and without NULLs are numpy views of Arrow's memory. Times beyond Python's
+types (nanoseconds, the year 10000) are numpy's.
 """
 
 import contextlib
@@ -25,22 +23,22 @@ from pyarrow import compute, types
 from aioloader._collate.collate import borrowed, torch_dtype
 from aioloader._transport.slots import MIN_BYTES
 
-# Rows converted at once when all are iterated.
-_AT_ONCE = 1024
-# Bytes and columns that are copied to tensors in a tenth of a millisecond.
-_QUICK, _FEW = 1 << 18, 64
+# Rows converted at once in an iteration.
+_CHUNK_ROWS = 1024
+# Limits for a collation of about 0.1 ms.
+_QUICK_BYTES, _QUICK_COLUMNS = 1 << 18, 64
 Values: TypeAlias = npt.NDArray[Any]
 Flags: TypeAlias = npt.NDArray[np.bool_]
 Dtype: TypeAlias = np.dtype[Any]
-# Numbers without NULLs; everything else stays Arrow's until its values are needed.
+# A numpy array for numbers without NULLs; an Arrow array for everything else.
 Column: TypeAlias = Values | pa.Array
-# What times that Python lacks raise; a LookupError: a time zone unknown to pytz.
+# Errors for times beyond Python's types; LookupError: a time zone unknown to pytz.
 _NOT_IN_PYTHON = OverflowError, ValueError, LookupError
 _DAY = np.timedelta64(1, "D")
 
 
 class RowSlice(NamedTuple):
-    """Rows from ``start`` to before ``stop`` of columns of one length."""
+    """Rows ``start`` to ``stop`` (exclusive) of columns of equal length."""
 
     columns: tuple[Column, ...]
     start: int
@@ -53,15 +51,14 @@ class RowSlice(NamedTuple):
 class Rows(Sequence[dict[str, Any]]):
     """A sequence of rows, each a dict of column name to value.
 
-    A value is a numpy scalar of the column's width for a number or a boolean, a
-    separate array for a list of numbers, a dict for a struct, ``str``, ``bytes``, a
-    ``datetime`` object, a ``Decimal``, a ``UUID``, a list of such values, or None for
-    NULL. Times in nanoseconds, and 24:00, are numpy's, because Python has no type for
-    them.
+    A number or boolean is a numpy scalar of the column's width, a list of numbers an
+    array of its own, a struct a dict; other values are ``str``, ``bytes``,
+    ``datetime`` objects, ``Decimal``, ``UUID``, lists of values, and None for NULL.
+    Times in nanoseconds, and 24:00, are numpy's, because Python has no type for them.
 
     Attributes:
         names: The names of the columns, in order.
-        kinds: Their Arrow types, of plain encoding.
+        kinds: Their Arrow types, after ``plain``.
         parts: The pieces of memory that hold the rows.
 
     Args:
@@ -79,8 +76,8 @@ class Rows(Sequence[dict[str, Any]]):
             raise ValueError(f"columns must have distinct names, got {[*names]}")
         batches = [table]
         if isinstance(table, pa.Table):
-            none = [pa.nulls(0, kind) for kind in table.schema.types]
-            empty = pa.RecordBatch.from_arrays(none, schema=table.schema)
+            arrays = [pa.nulls(0, kind) for kind in table.schema.types]
+            empty = pa.RecordBatch.from_arrays(arrays, schema=table.schema)
             batches = table.to_batches() or [empty]
         parts: list[RowSlice] = []
         for batch in batches:
@@ -94,7 +91,7 @@ class Rows(Sequence[dict[str, Any]]):
         for _, start, stop in self.parts:
             self._length += stop - start
 
-    def _of(self, parts: Sequence[RowSlice]) -> "Rows":
+    def _with_parts(self, parts: Sequence[RowSlice]) -> "Rows":
         rows = Rows.__new__(Rows)
         rows.__setstate__((self.names, self.kinds, parts))
         return rows
@@ -108,8 +105,10 @@ class Rows(Sequence[dict[str, Any]]):
                 columns = map(arrow_of, part.cut(), self.kinds)
                 writer.write_batch(pa.record_batch([*columns], schema=schema))
         data = sink.getvalue()
-        is_apart = protocol > 4
-        return _restored, (pickle.PickleBuffer(data) if is_apart else bytes(data),)
+        is_out_of_band = protocol > 4
+        return _restored, (
+            pickle.PickleBuffer(data) if is_out_of_band else bytes(data),
+        )
 
     def __len__(self) -> int:
         return self._length
@@ -121,16 +120,16 @@ class Rows(Sequence[dict[str, Any]]):
     def __getitem__(self, index: slice, /) -> "Rows": ...
 
     def __getitem__(self, index: Any, /) -> Any:
-        """Return one row, or for a slice the rows as a block."""
+        """Return a row, or for a slice a block of rows."""
         if not isinstance(index, slice):
-            place = at = operator.index(index)
-            if at < 0:
-                at += self._length
-            if not 0 <= at < self._length:
+            given = row = operator.index(index)
+            if row < 0:
+                row += self._length
+            if not 0 <= row < self._length:
                 raise IndexError(
-                    f"index {place} is out of range for {self._length} rows"
+                    f"index {given} is out of range for {self._length} rows"
                 )
-            return next(iter(self[at : at + 1]))
+            return next(iter(self[row : row + 1]))
         start, stop, step = index.indices(self._length)
         if step != 1:
             return self.pick(range(start, stop, step))
@@ -141,80 +140,77 @@ class Rows(Sequence[dict[str, Any]]):
                 parts.append(RowSlice(columns, begin, end))
             start -= last - first
             stop -= last - first
-        return self._of(parts or [self.parts[0]._replace(stop=0, start=0)])
+        return self._with_parts(parts or [self.parts[0]._replace(stop=0, start=0)])
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         names = self.names
         for columns, first, last in self.parts:
-            for start in range(first, last, _AT_ONCE):
-                part = RowSlice(columns, start, min(last, start + _AT_ONCE)).cut()
+            for start in range(first, last, _CHUNK_ROWS):
+                part = RowSlice(columns, start, min(last, start + _CHUNK_ROWS)).cut()
                 for row in zip(*map(values_of, part), strict=True):
                     yield dict(zip(names, row, strict=True))
 
     def column(self, name: str) -> list[Any] | None:
-        """Return the values of a column, as in rows; None if there is no such one."""
+        """Return the values of a column, as in rows; None if it does not exist."""
         if name not in self.names:
             return None
-        at = self.names.index(name)
-        cuts = (columns[at][start:stop] for columns, start, stop in self.parts)
+        number = self.names.index(name)
+        cuts = (columns[number][start:stop] for columns, start, stop in self.parts)
         return [value for cut in cuts for value in values_of(cut)]
 
     def pick(self, indices: "Sequence[int] | npt.NDArray[np.int64]") -> "Rows":
         """Return the rows at ``indices``, in that order, copied."""
-        chosen = np.asarray(indices, np.int64)
-        if len(chosen) and (chosen.min() < 0 or chosen.max() >= self._length):
+        rows = np.asarray(indices, np.int64)
+        if len(rows) and (rows.min() < 0 or rows.max() >= self._length):
             raise IndexError(f"indices must be in range({self._length})")
         try:
             joined = map(join_columns, _columns_of(self.parts), self.kinds)
-            columns = tuple(_taken(column, chosen) for column in joined)
+            columns = tuple(_taken(column, rows) for column in joined)
         except (ValueError, NotImplementedError):
             # More than 2 GiB of strings, or a type without `take` in Arrow.
-            return self._of([self[at : at + 1].parts[0] for at in chosen.tolist()])
-        return self._of([RowSlice(columns, 0, len(chosen))])
+            return self._with_parts([self[n : n + 1].parts[0] for n in rows.tolist()])
+        return self._with_parts([RowSlice(columns, 0, len(rows))])
 
-    def joined(self, others: Sequence[Any]) -> "Rows | None":
-        """Return these rows and ``others`` as one; None if their columns differ."""
+    def joined(self, blocks: Sequence[Any]) -> "Rows | None":
+        """Return these rows and those of ``blocks``; None if their columns differ."""
         parts = list(self.parts)
-        for other in others:
-            if not isinstance(other, Rows) or self.names != other.names:
+        for block in blocks:
+            if not isinstance(block, Rows) or self.names != block.names:
                 return None
-            if self.kinds is not other.kinds and self.kinds != other.kinds:
+            if self.kinds is not block.kinds and self.kinds != block.kinds:
                 return None
-            parts += other.parts
-        return self._of(parts)
+            parts += block.parts
+        return self._with_parts(parts)
 
-    def interleaved(self, others: Sequence[Any]) -> "Rows | None":
-        """Return the rows interleaved with ``others`` of the same length, copied.
-
-        The first row of each comes first. None if their columns differ.
-        """
-        joined, lanes = self.joined(others), 1 + len(others)
+    def interleaved(self, blocks: Sequence[Any]) -> "Rows | None":
+        """Interleave these rows with ``blocks``, in a copy; None as in ``joined``."""
+        joined, count = self.joined(blocks), 1 + len(blocks)
         if joined is None:
             return None
-        if len(joined.parts) == lanes:
+        if len(joined.parts) == count:
             with contextlib.suppress(ValueError, NotImplementedError):  # as in pick
                 interleaved = tuple(
                     map(interleave_columns, _columns_of(joined.parts), self.kinds)
                 )
-                return self._of([RowSlice(interleaved, 0, len(joined))])
-        return joined.pick(turns(lanes, len(self)))
+                return self._with_parts([RowSlice(interleaved, 0, len(joined))])
+        return joined.pick(turns(count, len(self)))
 
     def collate(self) -> dict[str, Any]:
         """Return the batch of all rows, as ``default_collate`` would.
 
-        Numbers become tensors of the column's width, lists of numbers too if their
-        lengths agree, and lists of tensors if not; structs become dicts of batches.
-        Strings, bytes, and values without a tensor form stay lists.
+        Numbers become tensors of the column's width, and so do lists of numbers of
+        equal length; other lists of numbers, a list of tensors; structs, dicts of
+        batches. Values without a tensor form stay lists.
 
         Returns:
             Column name to batch, in memory that the caller owns.
 
         Raises:
-            TypeError: If there is a NULL in a tensor column.
+            TypeError: If a tensor column has a NULL.
         """
         columns = zip(self.names, self.kinds, _columns_of(self.parts), strict=True)
         return {
-            # The usual case, in half the time.
+            # The usual case takes half the time.
             name: copied(parts[0])
             if len(parts) == 1 and isinstance(parts[0], np.ndarray)
             else collate_columns(parts, kind, name)
@@ -224,13 +220,13 @@ class Rows(Sequence[dict[str, Any]]):
     @property
     def is_numeric(self) -> bool:
         return all(
-            isinstance(one, np.ndarray) for part in self.parts for one in part.columns
+            isinstance(data, np.ndarray) for part in self.parts for data in part.columns
         )
 
     @property
     def is_quick(self) -> bool:
-        """Whether ``collate`` takes under a millisecond: few numbers, no NULLs."""
-        if len(self.names) * len(self.parts) > _FEW:
+        """Whether ``collate`` takes about 0.1 ms: few numbers, no NULLs."""
+        if len(self.names) * len(self.parts) > _QUICK_COLUMNS:
             return False
         nbytes = 0  # this is per batch
         for columns, start, stop in self.parts:
@@ -238,7 +234,7 @@ class Rows(Sequence[dict[str, Any]]):
                 if not isinstance(column, np.ndarray):
                     return False
                 nbytes += (stop - start) * column.strides[0]
-        return nbytes <= _QUICK
+        return nbytes <= _QUICK_BYTES
 
     def __repr__(self) -> str:
         return f"<{self._length:,} rows of {', '.join(self.names)}>"
@@ -260,7 +256,7 @@ def _restored(data: Any) -> Rows:
 
 
 def column_of(array: pa.Array) -> tuple[Column, pa.DataType]:
-    """Return an array as a column, and the type of its plain encoding."""
+    """Return an array as a column, and its type after ``plain``."""
     fixed, array = fixed_of(array.type), plain(array)
     if fixed is None or not _is_whole(array, fixed):
         return array, array.type
@@ -268,10 +264,7 @@ def column_of(array: pa.Array) -> tuple[Column, pa.DataType]:
 
 
 def plain(array: pa.Array) -> pa.Array:
-    """Undo encodings that only save space, and extension types that add no meaning.
-
-    Dictionaries of anything but numbers stay, because they do save space.
-    """
+    """Decode run lengths, dictionaries of numbers, views, and most extension types."""
     kind = array.type
     if types.is_run_end_encoded(kind):
         return plain(compute.run_end_decode(array))
@@ -282,7 +275,7 @@ def plain(array: pa.Array) -> pa.Array:
             return array.storage.cast(pa.bool_())
         is_kept = kind.extension_name in {"arrow.uuid", "arrow.fixed_shape_tensor"}
         return array if is_kept or _is_exact(kind) else plain(array.storage)
-    if types.is_string_view(kind):  # Arrow hardly supports views yet
+    if types.is_string_view(kind):  # Arrow lacks kernels for views
         return array.cast(pa.large_string())
     return array.cast(pa.large_binary()) if types.is_binary_view(kind) else array
 
@@ -314,21 +307,18 @@ def arrow_of(column: Column, kind: pa.DataType) -> pa.Array:
     if column.ndim == 1:
         return pa.array(column, kind)
     if order := getattr(kind, "permutation", None):
-        column = column.transpose(0, *(int(at) + 1 for at in np.argsort(order)))
+        column = column.transpose(0, *(int(axis) + 1 for axis in np.argsort(order)))
     storage = getattr(kind, "storage_type", kind)
     if column.size:
         flat = pa.array(column.reshape(-1), kind.value_type)
         lists = pa.FixedSizeListArray.from_arrays(flat, type=storage)
-    else:  # pyarrow would divide by the length of a list, which may be 0
+    else:  # the list size may be 0, by which pyarrow would divide
         lists = pa.array([[]] * len(column), storage)
     return lists if storage is kind else pa.ExtensionArray.from_storage(kind, lists)
 
 
 def fixed_of(kind: pa.DataType) -> Dtype | None:
-    """Return the dtype of rows of an Arrow type; None if not numbers of one shape.
-
-    That of several numbers is numpy's of a sub-array, which has a base and a shape.
-    """
+    """Return the (subarray) dtype of a row of numbers; None for other types."""
     if types.is_dictionary(kind) or types.is_run_end_encoded(kind):
         return fixed_of(kind.value_type)
     if types.is_boolean(kind) or types.is_integer(kind) or types.is_floating(kind):
@@ -336,7 +326,7 @@ def fixed_of(kind: pa.DataType) -> Dtype | None:
         return dtype
     if isinstance(kind, pa.FixedShapeTensorType):
         order = kind.permutation or range(len(kind.shape))
-        shape = [kind.shape[at] for at in order]
+        shape = [kind.shape[axis] for axis in order]
     elif isinstance(kind, pa.BaseExtensionType):
         is_bool = kind.extension_name == "arrow.bool8"
         return fixed_of(pa.bool_() if is_bool else kind.storage_type)
@@ -351,12 +341,12 @@ def fixed_of(kind: pa.DataType) -> Dtype | None:
 
 
 def _is_whole(array: pa.Array, fixed: Dtype) -> bool:
-    """Return whether an array of numbers has no NULL, in rows or for rows."""
+    """Return whether neither rows nor the numbers in them are NULL."""
     return not array.null_count and not _leaf(array, fixed).null_count
 
 
 def _view(array: pa.Array, fixed: Dtype) -> Values:
-    """Return the numbers of an array of plain encoding; undefined at NULLs."""
+    """Return the numbers of a plain array as a view; undefined where NULL."""
     leaf, dtype = _leaf(array, fixed), fixed.base
     size, offset, buffer = len(leaf), leaf.offset, leaf.buffers()[1]
     if not size or buffer is None:
@@ -380,29 +370,29 @@ def _leaf(array: pa.Array, fixed: Dtype) -> pa.Array:
 
 
 def _shaped(flat: Values, array: pa.Array, fixed: Dtype) -> Values:
-    """Give the numbers of an array of lists or tensors its shape."""
+    """Reshape the flat numbers of an array of lists or tensors."""
     if not fixed.shape:
         return flat
     kind = array.type
     values = flat.reshape(len(array), *getattr(kind, "shape", fixed.shape))
     order = getattr(kind, "permutation", None)
-    return values.transpose(0, *(at + 1 for at in order)) if order else values
+    return values.transpose(0, *(axis + 1 for axis in order)) if order else values
 
 
 def _valid(array: pa.Array) -> Flags:
-    found: Flags = array.is_valid().to_numpy(zero_copy_only=False)
-    return found
+    flags: Flags = array.is_valid().to_numpy(zero_copy_only=False)
+    return flags
 
 
 def collate_columns(columns: Sequence[Column], kind: pa.DataType, where: str) -> Any:
-    """Return the batch of a column in parts; a NULL in a tensor is a TypeError."""
+    """Collate the parts of a column; a NULL in a tensor is a TypeError."""
     if all(isinstance(column, np.ndarray) for column in columns):
         return tensor_of(columns)
     return _collate(arrow_of(join_columns(columns, kind), kind), where)
 
 
 def _collate(array: pa.Array, where: str) -> Any:
-    """Return a batch; of lists of numbers, a tensor, or tensors if lengths differ."""
+    """Collate a column; lists of numbers of different lengths give several tensors."""
     array = plain(array)
     fixed, kind = fixed_of(array.type), array.type
     if fixed is None and not types.is_struct(kind) and _leaf_of(kind) is None:
@@ -415,8 +405,8 @@ def _collate(array: pa.Array, where: str) -> Any:
     widths, leaf = [], array
     while (fixed := fixed_of(leaf.type)) is None:
         lengths, leaf = _unlisted(leaf)
-        least, most = (lengths.min(), lengths.max()) if len(lengths) else (0, 0)
-        widths.append(int(most) if least == most else None)
+        shortest, longest = (lengths.min(), lengths.max()) if len(lengths) else (0, 0)
+        widths.append(int(longest) if shortest == longest else None)
     if not _is_whole(leaf, fixed):
         _refuse_null(array, where)
     if None in widths:
@@ -447,10 +437,10 @@ def _as_tensors(value: Any) -> Any:
 
 
 def copied(values: Values) -> torch.Tensor:
-    """Return an array as a tensor that owns its memory, like ``tensor_of``.
+    """Return a copy of an array as a tensor, like ``tensor_of``.
 
-    A small one is copied without numpy, which releases the GIL for each array:
-    switching to a waiting thread takes longer than the copy.
+    A small one is copied without numpy, which would release the GIL: switching to a
+    waiting thread takes longer than the copy.
     """
     if not 0 < values.nbytes < MIN_BYTES:
         return tensor_of([values])
@@ -459,10 +449,7 @@ def copied(values: Values) -> torch.Tensor:
 
 
 def tensor_of(arrays: Sequence[Values]) -> torch.Tensor:
-    """Return arrays of one dtype as one tensor, joined along the first dimension.
-
-    It owns its memory; if it is large and there is a pool, the pool does.
-    """
+    """Concatenate arrays to a tensor, in memory of its own or of the batch pool."""
     shape = (sum(map(len, arrays)), *arrays[0].shape[1:])
     out = borrowed(shape, torch_dtype(arrays[0].dtype))
     if out is None:
@@ -473,22 +460,18 @@ def tensor_of(arrays: Sequence[Values]) -> torch.Tensor:
 
 
 def values_of(column: Column) -> list[Any]:
-    """Return the value of each row.
-
-    A number is a numpy scalar, and several of a fixed shape are a separate array, or
-    nested lists if there is a NULL among them.
-    """
+    """Return the value of each row; numbers of a fixed shape with a NULL as lists."""
     if isinstance(column, np.ndarray):
         return [row.copy() for row in column] if column.ndim > 1 else list(column)
     array = plain(column)
     rule: Callable[[pa.Array], list[Any]] = _numbers
     if fixed_of(array.type) is None:
         kind = array.type
-        rule = next((one for fits, one in _RULES if fits(kind)), pa.Array.to_pylist)
+        rule = next((func for fits, func in _RULES if fits(kind)), pa.Array.to_pylist)
     rows = rule(array)
     if array.null_count and rule is not _objects:
-        for at in np.flatnonzero(~_valid(array)):
-            rows[at] = None
+        for row in np.flatnonzero(~_valid(array)):
+            rows[row] = None
     return rows
 
 
@@ -500,13 +483,13 @@ def _numbers(array: pa.Array) -> list[Any]:
     if fixed.shape and leaf.null_count:
         nothing: Any = None
         valid = _shaped(_valid(leaf), array, fixed)
-        for at in np.flatnonzero(~valid.reshape(len(rows), -1).all(axis=1)):
-            rows[at] = np.where(valid[at], values[at].astype(object), nothing).tolist()
+        for n in np.flatnonzero(~valid.reshape(len(rows), -1).all(axis=1)):
+            rows[n] = np.where(valid[n], values[n].astype(object), nothing).tolist()
     return rows
 
 
 def _objects(array: pa.Array) -> list[Any]:
-    # Several times as fast as `to_pylist`, which crashes for some types (intervals).
+    # Several times as fast as `to_pylist`, which crashes for intervals.
     objects: list[Any] = array.to_numpy(zero_copy_only=False).tolist()
     return objects
 
@@ -519,7 +502,7 @@ def _decimals(array: pa.Array) -> list[Any]:
 def _structs(array: pa.Array) -> list[Any]:
     names = _names(array.type)
     children = [values_of(child) for child in array.flatten()]
-    rows = [dict(zip(names, one, strict=True)) for one in zip(*children, strict=True)]
+    rows = [dict(zip(names, row, strict=True)) for row in zip(*children, strict=True)]
     return rows or [{} for _ in range(len(array))]
 
 
@@ -549,7 +532,7 @@ def _times(array: pa.Array) -> list[Any]:
     exact = numbers.astype(np.int64).view(f"{'M8' if is_point else 'm8'}[{unit}]")
     if unit == "ns":
         return list(exact)
-    # PostgreSQL has 24:00, which pyarrow makes 0:00.
+    # pyarrow would convert PostgreSQL's 24:00 to 0:00.
     is_beyond = exact >= _DAY if types.is_time(kind) else np.zeros(len(exact), bool)
     if not is_beyond.any():
         with contextlib.suppress(*_NOT_IN_PYTHON):
@@ -573,10 +556,7 @@ def _is_text(kind: pa.DataType) -> bool:
 
 
 def _is_exact(kind: pa.DataType) -> bool:
-    """Return whether a column has numbers as text, to keep them exact.
-
-    Arrow's decimals have a fixed number of digits, and no NaN.
-    """
+    """Return whether a column has exact numbers as text: Arrow's decimals lack NaN."""
     is_opaque = getattr(kind, "extension_name", "") == "arrow.opaque"
     return is_opaque and kind.type_name == "numeric"
 
@@ -599,25 +579,25 @@ _RULES: list[tuple[Callable[[Any], bool], Callable[[Any], list[Any]]]] = [
 
 
 def _names(kind: pa.StructType) -> list[str]:
-    return [kind.field(at).name for at in range(kind.num_fields)]
+    return [kind.field(number).name for number in range(kind.num_fields)]
 
 
 def _numbers_in(column: Column) -> Any:
-    """Return numbers as one array, or as a list if there are NULLs."""
+    """Return numbers as an array; as a list if there are NULLs."""
     if not isinstance(column, np.ndarray):
         column, _ = column_of(column)
     return column.copy() if isinstance(column, np.ndarray) else values_of(column)
 
 
 def _spans(array: pa.Array) -> tuple[Iterable[tuple[int, int]], pa.Array]:
-    """Return start and end of each list in the flattened values, and those values."""
+    """Return (start, stop) of each list in the flattened values, and these values."""
     lengths, child = _unlisted(array)
     stops = np.cumsum(lengths).tolist()
     return zip([0, *stops], stops, strict=False), child
 
 
 def _unlisted(array: pa.Array) -> tuple[npt.NDArray[np.int64], pa.Array]:
-    """Return the lengths of lists, and their flattened values; NULLs are arbitrary."""
+    """Return the lengths of lists (undefined for NULL), and their flattened values."""
     if isinstance(array, (pa.ListArray, pa.LargeListArray)):  # maps too
         stops = array.offsets.to_numpy()
         first, last = int(stops[0]), int(stops[-1])
@@ -627,7 +607,7 @@ def _unlisted(array: pa.Array) -> tuple[npt.NDArray[np.int64], pa.Array]:
 
 
 def _leaf_of(kind: pa.DataType) -> Dtype | None:
-    """Return the dtype of rows of empty nested lists; None: no lists of numbers."""
+    """Return the dtype for empty nested lists of numbers; None for other types."""
     levels = 0
     while _is_list(kind) and fixed_of(kind) is None:
         kind, levels = kind.value_type, levels + 1
@@ -638,7 +618,7 @@ def _leaf_of(kind: pa.DataType) -> Dtype | None:
 
 
 def _stacked(rows: list[Any], leaf: Dtype) -> Any:
-    """Return arrays of one shape as one array, others unchanged."""
+    """Stack arrays of one shape; return others unchanged."""
     if not rows:
         return np.zeros((0, *leaf.shape), leaf.base)
     first = rows[0]

@@ -1,7 +1,7 @@
 """Samples of local shards, which are mapped into memory.
 
-A mapping keeps the file that was indexed, even if another one takes its name. A file
-that is written in place shows that before and after each read.
+A mapping keeps the file that was indexed, even if another file takes its name. A file
+that is written in place is detected before and after each read.
 """
 
 import mmap
@@ -27,17 +27,17 @@ from aioloader.datasets._streams.edges import Edges, changed_since, check_end
 from aioloader.datasets._streams.engine import ByteFormatSpec, sample_of
 
 T = TypeVar("T")
-# Shards open at once, each with two descriptors.
-OPEN = 256
+# Most shards open at once, each with two descriptors.
+MAX_OPEN = 256
 _WILL_NEED = getattr(mmap, "MADV_WILLNEED", None)  # Windows has none
-# The largest block that the C library adapts to, less what it adds.
-_KEPT = (32 << 20) - (1 << 16)
+# The C library's largest dynamic ``M_MMAP_THRESHOLD``, less some overhead.
+_MAX_KEPT_BYTES = (32 << 20) - (1 << 16)
 
 
 class LocalReads:
-    """The reads of one event loop, all in one thread, of what all loops share.
+    """Reads of one event loop, all in one thread; all loops share ``local``.
 
-    Memory that several threads allocate is more often fresh: twice the time of 100 KB.
+    Memory that several threads allocate is fresh more often: twice the time of 100 KB.
     """
 
     def __init__(self, local: Any) -> None:
@@ -46,27 +46,27 @@ class LocalReads:
         self._thread: ThreadPoolExecutor | None = None
 
     async def read(self, indices: list[int]) -> list[Any]:
-        """Return samples; one that cannot be read fails all of them."""
+        """Return samples; if one cannot be read, raise its error."""
         return await self._run(self._local.samples, indices)
 
     async def version(self, shard: int) -> Version:
-        """Return the version of a shard that is as it was indexed."""
+        """Return the version of a shard; raise an error if it has changed."""
         return await self._run(self._local.version, shard)
 
-    async def _run(self, function: Callable[[Any], T], about: Any) -> T:
+    async def _run(self, function: Callable[[Any], T], argument: Any) -> T:
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "aioloader-indexed")
-        return await in_thread(function, about, executor=self._thread)
+        return await in_thread(function, argument, executor=self._thread)
 
     async def aclose(self) -> None:
-        """End the thread, when it has read what was asked for."""
+        """End the thread after the reads that are under way."""
         if self._thread is not None:
             self._thread.shutdown(wait=False)
             self._thread = None
 
 
 class _MappedShard:
-    """A shard that is mapped, and was as it is at a time."""
+    """A mapped shard, and its version when it was mapped."""
 
     def __init__(self, path: str, end: int, expected: Version | None) -> None:
         self._path = path
@@ -80,11 +80,11 @@ class _MappedShard:
             raise file_failure(path, error) from error
         if expected is not None and not self.version.is_of(expected):
             raise changed_since(path, expected, self.version)
-        check_end(path, end, size, self.data[end : end + 512])
+        check_end(path, end, size, self.data[end : end + Edges.trailer_bytes])
         self.view = memoryview(self.data)
 
     def check(self) -> None:
-        """Check that it is as it was: to read one that is shorter ends the process."""
+        """Raise an error if the file changed: reading past its end kills a process."""
         facts, before = os.fstat(self._file), self.version
         if facts.st_mtime != before.modified or facts.st_size != before.size:
             changed = Version(facts.st_size, None, facts.st_mtime)
@@ -92,7 +92,7 @@ class _MappedShard:
 
 
 class MappedShards:
-    """Samples of mapped shards, by their indices; of each shard a path and a kind."""
+    """Samples of mapped shards, by index. Each shard has a path and a format."""
 
     def __init__(
         self, shards: Sequence[tuple[str, ByteFormatSpec]], edges: Edges
@@ -100,36 +100,36 @@ class MappedShards:
         self._shards, self._edges = shards, edges
         self._mappings: OrderedDict[int, _MappedShard] = OrderedDict()
         self._lock = fork_safe(threading.Lock())
-        # Once the C library has freed a block of this size, it keeps twice as much for
-        # samples, which otherwise cost up to a page fault per 4 KB.
-        np.empty(_KEPT, np.uint8)
+        # After freeing a block of this size, the C library keeps twice as much memory
+        # for samples, which otherwise cost up to a page fault per 4 KB.
+        np.empty(_MAX_KEPT_BYTES, np.uint8)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return MappedShards, (self._shards, self._edges)
 
     def samples(self, indices: Sequence[int]) -> list[Any]:
         """Return samples; the kernel reads all of them ahead, in any order."""
-        if len(indices) > OPEN:  # perhaps of as many shards
+        if len(indices) > MAX_OPEN:  # may be of as many shards
             halves = indices[: len(indices) // 2], indices[len(indices) // 2 :]
             return [sample for half in halves for sample in self.samples(half)]
         places, made = [*map(self._edges.find, indices)], list[Any]()
         with self._lock:
-            used = {one: self._mapping(one) for one in {place[0] for place in places}}
+            used = {shard: self._mapping(shard) for shard in {p[0] for p in places}}
         if _WILL_NEED is not None:
             for shard, start, stop in places:
                 aligned = start - start % mmap.PAGESIZE
                 used[shard].data.madvise(_WILL_NEED, aligned, stop - aligned)
         try:
             for shard, start, stop in places:
-                path, kind = self._shards[shard]
-                made.append(sample_of(kind, path, start, used[shard].view[start:stop]))
+                path, spec = self._shards[shard]
+                made.append(sample_of(spec, path, start, used[shard].view[start:stop]))
         finally:
             for mapping in used.values():
                 mapping.check()
         return made
 
     def version(self, shard: int) -> Version:
-        """Return the version of a shard that is as it was indexed."""
+        """Return the version of a shard; raise an error if it has changed."""
         with self._lock:
             return self._mapping(shard).version
 
@@ -140,7 +140,7 @@ class MappedShards:
             expected = versions[shard] if versions else None
             path, end = self._shards[shard][0], self._edges.end(shard)
             mapping = _MappedShard(path, end, expected)
-            while len(self._mappings) >= OPEN:  # views keep what they need
+            while len(self._mappings) >= MAX_OPEN:  # views keep their mappings alive
                 self._mappings.popitem(last=False)
         self._mappings[shard] = mapping
         mapping.check()

@@ -1,8 +1,8 @@
-"""Ranges of remote shards: those that are asked for in one turn of the loop, merged.
+"""Ranges of remote shards: requests made in one turn of the loop are merged.
 
-A shard is read at one version: that in a pack, or else the one that a check has found,
-which comes before the first read on each loop: an ``.idx`` has no version, but a shard
-of another length shows in what follows the last sample.
+A shard is read at one version. It is that of a pack; or else the one that a check finds
+before the first read on each loop: an ``.idx`` has no version, but a shard of another
+length shows in the bytes after its last sample.
 """
 
 import asyncio
@@ -26,15 +26,11 @@ from aioloader.errors import DatasetError
 
 T = TypeVar("T")
 # Ranges nearer than this are read together, up to so many bytes.
-_GAP, _MOST = 1 << 16, 8 << 20
-_BLOCK = 512
+_MAX_GAP, _MAX_BYTES = 1 << 16, 8 << 20
 
 
 class SharedRequest(Generic[T]):
-    """A request that several reads wait for; it ends when all of them were cancelled.
-
-    A read joins it, and then waits for the result or leaves.
-    """
+    """A request that several reads ``join``; it is cancelled once all have left."""
 
     def __init__(self, request: Coroutine[Any, Any, T]) -> None:
         self.task = asyncio.create_task(request)
@@ -44,7 +40,7 @@ class SharedRequest(Generic[T]):
 
     @property
     def is_usable(self) -> bool:
-        """Whether it still runs, or has a result."""
+        """Whether it is running, or has a result."""
         task = self.task
         is_lost = task.done() and (task.cancelled() or task.exception() is not None)
         return not (is_lost or task.cancelling())
@@ -58,10 +54,10 @@ class SharedRequest(Generic[T]):
             self.task.cancel()
 
     async def result(self) -> T:
-        """Wait for it; an error is a copy for each read, which may add notes to it."""
+        """Wait for the result; each read gets a copy of an error, to add notes to."""
         task = self.task
         try:
-            if not task.done():  # a quarter of what ``asyncio.wait`` takes
+            if not task.done():  # takes a quarter of the time of ``asyncio.wait``
                 waiter = asyncio.get_running_loop().create_future()
                 self._waiting.add(waiter)
                 await waiter
@@ -76,21 +72,21 @@ class SharedRequest(Generic[T]):
 
     def _wake(self, task: asyncio.Task[T]) -> None:
         if not task.cancelled():
-            task.exception()  # retrieved, also if nobody waits
+            task.exception()  # mark it as retrieved, even if no read waits
         for waiter in self._waiting:
             if not waiter.done():
                 waiter.set_result(None)
 
 
 class PendingSample:
-    """A sample to read.
+    """A sample to be read.
 
     Attributes:
         place: Where it is.
         is_held: Whether no read waits for it yet.
-        is_sent: Whether the turn of the loop is over in which it was asked for.
-        merged: The request for it and others, and where its bytes start, once sent;
-            None: it has its own.
+        is_sent: Whether its request was made, at the end of a turn of the loop.
+        merged: Its shared request, and where that request's bytes start, once sent;
+            None: it has a separate request.
     """
 
     __slots__ = ("is_held", "is_sent", "merged", "place")
@@ -101,7 +97,7 @@ class PendingSample:
 
 
 class RemoteReads:
-    """The reads of one event loop."""
+    """The reads of one event loop, of remote shards."""
 
     def __init__(
         self, storage: Storage, addresses: list[Address], edges: Edges
@@ -112,37 +108,37 @@ class RemoteReads:
         self._objects: dict[int, StoredObject] = {}
         self._versions: dict[int, Version] = {}
         self._checks: dict[int, SharedRequest[Version]] = {}
-        self._asked: list[PendingSample] = []  # in this turn of the loop
-        # Samples of blocks that were asked for, but not yet read, by their indices.
+        self._pending: list[PendingSample] = []  # of this turn of the loop
+        # Requested samples of blocks that no read waits for yet, by their indices.
         self._held: dict[int, PendingSample] = {}
         self._requests: set[asyncio.Task[Any]] = set()
 
     async def read(self, index: int) -> tuple[SampleRange, memoryview]:
         """Return where a sample is, and its bytes."""
-        asked = self._held.pop(index, None)
-        if asked is None:
-            asked = self._ask(index)
+        sample = self._held.pop(index, None)
+        if sample is None:
+            sample = self._request(index)
             if isinstance(index, BlockIndex):
                 self._hold_block(index)
-        if asked.is_sent:
-            if asked.merged is not None:
-                asked.merged[0].join()
+        if sample.is_sent:
+            if sample.merged is not None:
+                sample.merged[0].join()
         else:
-            asked.is_held = False
+            sample.is_held = False
             try:
-                await asyncio.sleep(0)  # all others of this turn are asked for, too
+                await asyncio.sleep(0)  # until the requests of this turn are merged
             except asyncio.CancelledError:
-                if asked.merged is not None:
-                    asked.merged[0].leave()
+                if sample.merged is not None:
+                    sample.merged[0].leave()
                 raise
-        if asked.merged is None or not asked.merged[0].is_usable:
-            return asked.place, await self._bytes(*asked.place)
-        (shared, first), (_, start, stop) = asked.merged, asked.place
+        if sample.merged is None or not sample.merged[0].is_usable:
+            return sample.place, await self._bytes(*sample.place)
+        (shared, first), (_, start, stop) = sample.merged, sample.place
         data = await shared.result()
-        return asked.place, data[start - first : stop - first]
+        return sample.place, data[start - first : stop - first]
 
     async def aclose(self) -> None:
-        """Cancel all requests, and forget what they read."""
+        """Cancel all requests, and forget their results."""
         requests, self._requests = self._requests, set()
         self._held, self._checks = {}, {}
         await cancel(requests)
@@ -150,45 +146,46 @@ class RemoteReads:
             self._is_open = False
             await self._storage.aclose()
 
-    def _ask(self, index: int) -> PendingSample:
-        asked = PendingSample(self._edges.find(index))
-        if not self._asked:
+    def _request(self, index: int) -> PendingSample:
+        """Request a sample at the end of this turn of the loop."""
+        sample = PendingSample(self._edges.find(index))
+        if not self._pending:
             asyncio.get_running_loop().call_soon(self._send)
-        self._asked.append(asked)
-        return asked
+        self._pending.append(sample)
+        return sample
 
     def _hold_block(self, index: BlockIndex) -> None:
-        """Ask for the others of a block; those that nobody will read go in time."""
+        """Request the other samples of a block; drop old ones that were never read."""
         (block, window), held = index.spread, self._held
         first = index - index % block
-        for one in range(first, min(first + block, len(self._edges))):
-            if one != index:
-                held[one] = self._ask(one)
+        for number in range(first, min(first + block, len(self._edges))):
+            if number != index:
+                held[number] = self._request(number)
         while len(held) > 2 * window + block:
             del held[next(iter(held))]
 
     def _send(self) -> None:
-        """Make requests of all that were asked for since the last turn."""
-        asked, self._asked = self._asked, []
+        """Send the requests of this turn; near ranges share one."""
+        samples, self._pending = self._pending, []
         group: list[PendingSample] = []
         start = stop = 0
-        for one in sorted(asked, key=lambda one: one.place):
-            shard, begin, end = one.place
-            one.is_sent = True
-            is_near = group and shard == group[0].place[0] and begin <= stop + _GAP
-            if not is_near or end - start > _MOST:
+        for sample in sorted(samples, key=lambda sample: sample.place):
+            shard, begin, end = sample.place
+            sample.is_sent = True
+            is_near = group and shard == group[0].place[0] and begin <= stop + _MAX_GAP
+            if not is_near or end - start > _MAX_BYTES:
                 self._merge(group, start, stop)
                 group, start, stop = [], begin, begin
-            group.append(one)
+            group.append(sample)
             stop = max(stop, end)
         self._merge(group, start, stop)
 
     def _merge(self, group: list[PendingSample], start: int, stop: int) -> None:
         if len(group) > 1:
             shared = self._shared(self._bytes(group[0].place[0], start, stop))
-            for one in group:
-                one.merged = shared, start
-                if not one.is_held:
+            for sample in group:
+                sample.merged = shared, start
+                if not sample.is_held:
                     shared.join()
 
     def _shared(self, request: Coroutine[Any, Any, T]) -> SharedRequest[T]:
@@ -198,13 +195,13 @@ class RemoteReads:
         return shared
 
     async def _bytes(self, shard: int, start: int, stop: int) -> memoryview:
-        """Return a range of a shard that is as it was indexed."""
+        """Return a range of a shard; raise an error if the shard has changed."""
         known, stored = await self.version(shard), self._stored(shard)
         try:
             piece = await stored.fetch(start, stop, known)
         except DatasetError as error:
             now = known
-            if error.attempts == 1:  # it was refused
+            if error.attempts == 1:  # refused, not failed
                 with contextlib.suppress(DatasetError):
                     now = (await stored.fetch(0, 1, None)).version
             if now.is_of(known):
@@ -213,7 +210,7 @@ class RemoteReads:
         return memoryview(piece.data).cast("B")
 
     async def version(self, shard: int) -> Version:
-        """Return the version of a shard that is as it was indexed."""
+        """Return the version of a shard; raise an error if its index does not fit."""
         versions = self._edges.versions
         known = versions[shard] if versions else self._versions.get(shard)
         if known is None:
@@ -227,8 +224,8 @@ class RemoteReads:
     async def _check(self, shard: int) -> Version:
         """Return the version of a shard whose index fits it."""
         end, stored = self._edges.end(shard), self._stored(shard)
-        # From a byte before the end on, so that a server returns something.
-        piece = await stored.fetch(max(0, end - 1), end + _BLOCK, None)
+        # From one byte before the end: a server may refuse an empty range.
+        piece = await stored.fetch(max(0, end - 1), end + Edges.trailer_bytes, None)
         rest = bytes(memoryview(piece.data))[min(end, 1) :]
         check_end(stored.location, end, piece.version.size, rest)
         return piece.version

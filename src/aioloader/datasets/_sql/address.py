@@ -1,9 +1,9 @@
-"""The database and the table or query that a user names; errors, and retries.
+"""Database URLs, the table or query to read, and the errors and retries of drivers.
 
-A password is in no message, repr or pickle: only the loader's workers get it. Drivers
-parse URLs themselves, and show what they cannot parse: so its form is checked before.
-Of a driver's text the first line is shown, without the statement. Names in statements
-are quoted, never trusted; a query is the user's own text and is put in brackets.
+No message, repr or pickle shows a password, except pickles for the loader's workers.
+Drivers show URLs that they cannot parse, so the form is checked here first. Errors show
+the first line of a driver's text, without the statement. Names in statements are
+quoted; a query is the user's own text, in parentheses.
 """
 
 import asyncio
@@ -28,31 +28,31 @@ from aioloader.errors import (
 _LOG = logging.getLogger("aioloader")
 T = TypeVar("T")
 
-# What comes before a question mark: perhaps an account, hosts, perhaps a name.
+# The part before the question mark: [account@]hosts[/name].
 _HOST = r"(?:\[[^][/@#]*\]|[^][:,/@#]*)(?::\d*)?"
 _SERVER = re.compile(rf"(?:[^:/@#]*(?::[^/@#]*)?@)?{_HOST}(?:,{_HOST})*(?:/[^@#]*)?")
 _QUERY = re.compile(r"(?:\w+=[^&#]*(?:&|\Z))*")
-# A password, and parameters of libpq and encrypted SQLite files that are secrets.
+# A password, and secret parameters of libpq and of encrypted SQLite files.
 _SECRET = re.compile(
     r"(?<=://)[^:/?]*:(?P<account>[^@/?]+)@|(?<=[?&])(?P<name>password|sslpassword|"
     r"scram_(?:client|server)_key|oauth_client_secret|(?:hex|text)?key)=(?P<value>[^&]+)"
 )
-# An idle connection that is dead is noticed within a minute.
+# With these keepalives, a dead idle connection is noticed within a minute.
 _DEFAULTS = (
     "fallback_application_name=aioloader&connect_timeout=10&keepalives_idle=30&"
     "keepalives_interval=10&keepalives_count=3"
 )
-_ENCODING = "client_encoding=UTF8"  # as drivers decode it, which do not ask
+_ENCODING = "client_encoding=UTF8"  # drivers decode UTF-8 without asking
 _SHOWN = ("host=", "port=", "dbname=")
-# asyncpg would pass these on to the server, which does not know them.
+# asyncpg would send these to the server, which rejects them.
 _ONLY_LIBPQ = (
     "client_encoding=", "fallback_application_name=", "connect_timeout=", "keepalives",
     "tcp_user_timeout=", "gssencmode=",
 )  # fmt: skip
 
-_SERVER_SAYS = re.compile(r"\b(?:ERROR|FATAL|PANIC):\s+([^\n]+)")
+_SERVER_ERROR = re.compile(r"\b(?:ERROR|FATAL|PANIC):\s+([^\n]+)")
 _STATUS = re.compile(r"^[A-Z_]+: (?=\S)|\[(?:libpq|SQLite)\] |Failed to [a-z ]+: ")
-# Kinds of errors by PostgreSQL's code, or by the text of an error without one.
+# Kinds of errors, by SQLSTATE or by the text of an error without one.
 _REFUSED = re.compile(
     r"^(?:28\w{3}|42501)$|authentication failed|no password supplied|permission denied|"
     r"no pg_hba\.conf entry|role .* does not exist|not authorized"
@@ -62,8 +62,8 @@ _MISSING = re.compile(
 )
 _DOTTED = re.compile(r'(?:no such table: |relation ")[^"\s]*\.')
 _UNWRITABLE = re.compile("readonly database|unable to open database file")
-# The server cannot serve now; too many clients; a conflict on a standby.
-_PASSING = re.compile(
+# A lost or overloaded server, a conflict on a standby, a locked file.
+_TRANSIENT = re.compile(
     r"^(?:08\w{3}|57P0\w|53300|40001|40P01)$|database (?:table )?is locked|"
     r"too many clients|starting up|connection (?:is|was) closed"
 )
@@ -74,21 +74,20 @@ _SELECT = re.compile(
     r"(?:\s|\(|--[^\n]*\n|/\*.*?\*/)*(?:select|with|values)[\s(*'\"/-]",
     re.IGNORECASE | re.DOTALL,
 )
-# A part of a dotted name, and the dot that another part follows.
+# A part of a dotted name, and the dot before the next part.
 _NAME = re.compile(r'(?:"((?:[^"]|"")+)"|([^."]+))(?:\.(?!\Z)|\Z)')
 
 
 class DatabaseURL:
-    """The address of a database.
+    """The URL of a database, possibly sealed, with parameters of SQLite or libpq.
 
     ``sqlite:///relative``, ``sqlite:////absolute`` (with ``%3F`` for ``?``), or
     ``postgresql://user@host:port/name?parameters``, for a Unix socket
-    ``postgresql:///name?host=/directory``; perhaps sealed. Parameters are SQLite's or
-    libpq's.
+    ``postgresql:///name?host=/directory``.
 
     Attributes:
-        label: The address as it may be shown.
-        is_sqlite: Whether it is a file.
+        label: The URL without secrets.
+        is_sqlite: Whether it names an SQLite file.
     """
 
     def __init__(self, url: Any) -> None:
@@ -120,9 +119,9 @@ class DatabaseURL:
                 "and : in a password or name encoded, as urllib.parse.quote(text, '') "
                 "does it"
             )
-        found = [match["name"] or "password" for match in _SECRET.finditer(url)]
-        what = f"the {', '.join(found)} of {self.label!r}"
-        self._sealed = Sealed(url, what) if found else url
+        secrets = [match["name"] or "password" for match in _SECRET.finditer(url)]
+        words = f"the {', '.join(secrets)} of {self.label!r}"
+        self._sealed = Sealed(url, words) if secrets else url
 
     def _parts(self) -> tuple[str, list[str]]:
         before, _, query = revealed(self._sealed).partition("?")
@@ -133,34 +132,27 @@ class DatabaseURL:
         return os.path.abspath(self._path)  # noqa: PTH100  (no links followed)
 
     def for_driver(self) -> str:
-        """Return a URI that opens the file for reading, or the server's for libpq.
-
-        It holds the password. An OSError if the file is missing or cannot be read;
-        drivers are less clear.
-        """
+        """Return a read-only URI for SQLite, or one for libpq with the password."""
         before, query = self._parts()
-        if not self.is_sqlite:  # the last of a name counts
+        if not self.is_sqlite:  # the last parameter of a name wins
             return f"{before}?{'&'.join((_DEFAULTS, *query, _ENCODING))}"
-        if not os.path.exists(self.path):  # noqa: PTH110  (a string it stays)
+        if not os.path.exists(self.path):  # noqa: PTH110  (a string)
             raise FileNotFoundError("no such file")
         if not os.access(self.path, os.R_OK):
             raise PermissionError("permission denied")
         return f"file:{quote(self.path)}?{'&'.join((*query, 'mode=ro'))}"
 
     def for_asyncpg(self) -> str:
-        """Return a URL; it holds the password."""
+        """Return a URL for asyncpg; it holds the password."""
         before, query = self._parts()
         kept = "&".join(pair for pair in query if not pair.startswith(_ONLY_LIBPQ))
-        # It would read a plus as a space, and libpq does not.
+        # asyncpg decodes a plus as a space, unlike libpq.
         return f"{before}?{kept}".replace("+", "%2B")
 
     def check_pages(self, page: int) -> None:
-        """Check that an SQLite file ends with a whole page.
-
-        SQLite takes the rest of a page, and of the rows there, to be zeros. The file is
-        not opened: closing it would drop all its locks in this process.
-        """
-        size = os.stat(self.path).st_size  # noqa: PTH116  (a string it stays)
+        """Check that an SQLite file ends with a whole page: SQLite would read zeros."""
+        # Not opened: closing it would drop this process's locks on it.
+        size = os.stat(self.path).st_size  # noqa: PTH116  (a string)
         if size % page:
             raise TruncatedReadError(
                 f"{self.label!r} ends within a page of {page:,} bytes: it was cut "
@@ -170,13 +162,14 @@ class DatabaseURL:
             )
 
     def scrub(self, text: str) -> str:
+        """Replace the secrets of the URL in a text by asterisks."""
         for match in _SECRET.finditer(revealed(self._sealed)):
             value = match["account"] or match["value"]
             text = text.replace(unquote(value), "***").replace(value, "***")
         return text
 
     def __repr__(self) -> str:
-        return f"Address({self.label!r})"
+        return f"DatabaseURL({self.label!r})"
 
 
 def _sqlite_path(text: str) -> str:
@@ -190,7 +183,7 @@ def _sqlite_path(text: str) -> str:
 
 
 class LostError(Exception):
-    """Wraps a driver's exception after which the connection is lost."""
+    """Wraps the exception of a driver that has lost its connection."""
 
 
 async def retried(
@@ -201,11 +194,11 @@ async def retried(
     *,
     warns: bool = False,
 ) -> T:
-    """Return the result of ``attempt``, repeated while its failure may pass.
+    """Return the result of ``attempt``, retried after transient failures.
 
-    It must succeed within ``deadline`` seconds after the first failure, or else there
-    is a DatasetError. That does not refer to the driver's exception: tracebacks print
-    that, and it may know the password. ``doing`` is as in ``"read table 'rows'"``.
+    Raises a DatasetError ``deadline`` seconds after the first failure. It does not
+    refer to the driver's exception, since tracebacks would print that, perhaps with the
+    password. ``doing`` is a phrase such as ``"read table 'rows'"``.
     """
     clock = asyncio.get_running_loop().time
     count, end, pauses = 0, 0.0, backoff(base_delay=0.1, max_delay=5.0)
@@ -213,16 +206,16 @@ async def retried(
         try:
             return await attempt()
         except Exception as exc:  # noqa: BLE001  (reported without its traceback)
-            error, may_pass = _failure_of(doing, address, exc)
+            error, is_transient = _failure_of(doing, address, exc)
         end = end if count else clock() + deadline
         count += 1
         pause = next(pauses)
-        if not may_pass or clock() + pause >= end:
+        if not is_transient or clock() + pause >= end:
             break
         if warns and count == 1:
             _LOG.warning("%s; retrying", error)
         await asyncio.sleep(pause)
-    if may_pass and count > 1:
+    if is_transient and count > 1:
         error.args = (f"{error}; given up after {count} tries",)
         error.attempts = count
     try:
@@ -235,13 +228,15 @@ def _failure_of(
     doing: str, address: DatabaseURL, exc: Exception
 ) -> tuple[DatasetError, bool]:
     """Return the error for a driver's exception, and whether a retry may help."""
-    may_pass = isinstance(exc, LostError)
-    exc = exc.args[0] if may_pass else exc
+    is_transient = isinstance(exc, LostError)
+    exc = exc.args[0] if is_transient else exc
     if isinstance(exc, DatasetError):
-        return exc, may_pass
+        return exc, is_transient
     whole = address.scrub(str(exc))
-    said = _SERVER_SAYS.search(whole)
-    text = said[1] if said else _STATUS.sub("", whole.partition("\n")[0])
+    server_error = _SERVER_ERROR.search(whole)
+    text = (
+        server_error[1] if server_error else _STATUS.sub("", whole.partition("\n")[0])
+    )
     text = text.strip() or type(exc).__name__
     code = sqlstate_of(exc) or text
     is_no_file = address.is_sqlite and isinstance(exc, FileNotFoundError)
@@ -260,34 +255,26 @@ def _failure_of(
             "one that can, or, if no -wal or -journal file is next to it and nothing "
             "writes it, add ?immutable=1 to the URL"
         )
-    elif _PASSING.search(code):
-        may_pass = True
+    elif _TRANSIENT.search(code):
+        is_transient = True
     elif code is text and not address.is_sqlite:
         status = getattr(exc, "status_code", None)
-        may_pass |= getattr(status, "name", "") == "IO"
+        is_transient |= getattr(status, "name", "") == "IO"
     words = f"cannot {doing} of {address.label!r}: {text}"
-    return kind(words, location=address.label), may_pass
+    return kind(words, location=address.label), is_transient
 
 
 def sqlstate_of(exc: Exception) -> str:
+    """Return the five-character SQLSTATE of a driver's exception, or ""."""
     return getattr(exc, "sqlstate", None) or ""
 
 
 class Relation:
-    """A table or query, the key to order and divide by, and what to read of it.
+    """A table or query, its key for order and ranges, and the columns to read.
 
-    A table is ``name`` or ``schema.name``, quoted if it has a dot; a query has
-    placeholders for ``parameters``. Without ``columns`` all are wanted. ``numeric`` and
-    ``infinity`` are as for ``SQLDataset``.
+    A table is ``name`` or ``schema.name``; a part with a dot is quoted. A query has
+    placeholders for ``parameters``. Arguments are those of ``SQLDataset``.
     """
-
-    text: str
-    key: str
-    columns: tuple[str, ...] | None
-    parameters: tuple[Any, ...]
-    is_query: bool
-    label: str
-    key_column: str  # as an expression
 
     def __init__(
         self,
@@ -324,13 +311,13 @@ class Relation:
             raise ValueError(f"columns must not repeat, got {', '.join(names)}")
         for name in names:
             quoted(name)
-        self.key_column = column(key)
-        # The bracket is on a separate line, because a query may end in a comment.
+        self.key_column = column(key)  # an SQL expression
+        # Parentheses on separate lines: a query may end in a comment.
         rows = f"(\n{text.rstrip().rstrip(';')}\n)" if self.is_query else self.table()
         self._from = f"{rows} AS q"
 
     def describe(self) -> dict[str, Any]:
-        """Return what determines the rows, JSON-serialisable; values as a digest."""
+        """Return what determines the rows, for JSON, with parameters as a digest."""
         words = repr((self.text, self.parameters)).encode("utf-8", "surrogatepass")
         return {
             "query": self.label,
@@ -343,45 +330,42 @@ class Relation:
 
     def table(self) -> str:
         parts: list[str] = []
-        at = 0
-        while match := _NAME.match(self.text, at):
+        end = 0
+        while match := _NAME.match(self.text, end):
             parts.append(match[1].replace('""', '"') if match[1] else match[2])
-            at = match.end()
-        if not parts or at < len(self.text):
+            end = match.end()
+        if not parts or end < len(self.text):
             raise ValueError(
                 f"{self.text!r} is not a table; write name, schema.name or "
                 '"any name"."with.dots"'
             )
         return ".".join(map(quoted, parts))
 
-    def key_error(self, what: str) -> ValueError:
+    def key_error(self, problem: str) -> ValueError:
         return ValueError(
-            f"key {self.key!r} is {what} in some rows; leave them out by a query"
+            f"key {self.key!r} is {problem} in some rows; leave them out by a query"
         )
 
-    def select(self, what: str, *more: str) -> str:
-        """Return a query of the rows, whose columns are those of ``q``."""
-        return select(what, self._from, *more)
+    def select(self, columns: str, *more: str) -> str:
+        """Return a SELECT from this relation, which is named ``q`` in it."""
+        return select(columns, self._from, *more)
 
     def names(
-        self, found: Sequence[str], hidden: Collection[str] = ()
+        self, available: Sequence[str], hidden: Collection[str] = ()
     ) -> Sequence[str]:
-        """Return the columns to deliver; ``hidden`` ones only if they are wanted.
-
-        A ValueError if one does not exist, or two have the same name.
-        """
-        shown = ", ".join(found)
-        if len(set(found)) < len(found):
+        """Return the columns to deliver, checked; ``hidden`` ones only on request."""
+        shown = ", ".join(available)
+        if len(set(available)) < len(available):
             raise ValueError(f"columns must have distinct names, got {shown}")
-        names = tuple(found) if self.columns is None else self.columns
+        names = tuple(available) if self.columns is None else self.columns
         for name in (*names, self.key):
-            if name not in found and name not in hidden:
+            if name not in available and name not in hidden:
                 raise ValueError(f"there is no column {name!r}; there are {shown}")
         return names
 
 
 def is_list(given: Any) -> bool:
-    """Return whether an argument can be a list of values, which text cannot."""
+    """Return whether an argument is a list of values; text is not."""
     return isinstance(given, Iterable) and not isinstance(given, (str, bytes))
 
 
@@ -393,9 +377,9 @@ def quoted(name: str) -> str:
 
 
 def column(name: str) -> str:
-    """Return a column of ``q``: SQLite reads an unknown bare name as a string."""
+    """Return a column of ``q``; SQLite takes an unknown bare name as a string."""
     return f"q.{quoted(name)}"
 
 
-def select(what: str, rows: str, *more: str) -> str:
-    return " ".join(("SELECT", what, "FROM", rows, *more))
+def select(columns: str, rows: str, *more: str) -> str:
+    return " ".join(("SELECT", columns, "FROM", rows, *more))

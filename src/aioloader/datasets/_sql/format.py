@@ -1,8 +1,8 @@
 """Tables and queries of databases as shards: ranges of a key, in one snapshot.
 
 The order is that of the key. Memory holds the read-ahead, bounded by the budget. ADBC
-has a separate copy of SQLite, and two copies in one process do not see each other's
-locks: to write a file with ``sqlite3`` while it is read here, use another process.
+bundles its own SQLite, and two copies in one process ignore each other's locks: use
+another process to write a file with ``sqlite3`` while it is read here.
 """
 
 import operator
@@ -32,27 +32,25 @@ from aioloader.datasets._sql.sqlite import SQLite
 from aioloader.datasets._stores.redact import Sealed
 from aioloader.datasets._streams.shards import ShardFormat, ShardPosition, Summary
 
-# A range, None if nothing is in it; and the iteration that reads it.
+# A range (None: an empty shard), and the session that reads it.
 SQLShard: TypeAlias = tuple[KeyRange | None, Session]
 
 
 class SQLFormat(ShardFormat[SQLShard]):
-    """Read a table or query in ranges of a key, in the order of the key.
+    """A table or query, read in ranges of a unique key, in the order of the key.
 
-    All ranges of an iteration read one snapshot. The key must be unique and not NULL,
-    and should have an index. A state holds the keys where it was cut, and the last key
-    read of each range: later rows are read from the snapshot of the resumed iteration.
-    Steps that read ahead (windows of ``shuffle``, an async ``map``, ``readers``
-    in turn) go back some rows and count: exact if nothing was written among those.
+    All ranges of an iteration read one snapshot. A state holds the keys where it was
+    cut, and the last key read of each range: later rows come from the snapshot of the
+    resumed iteration. Steps that read ahead (``shuffle``, async ``map``, ``readers``)
+    go back and count rows, which is exact if none of those was written meanwhile.
 
-    Arguments are those of ``SQLDataset``; the URL may be sealed, and ``partitions`` may
-    be the result of ``plan`` on another rank: all ranks then have the same ranges,
-    whatever is written before they start.
+    Arguments are those of ``SQLDataset``. The URL may be sealed, and ``partitions`` may
+    be the result of ``plan`` on another rank, so that all ranks have equal ranges.
     """
 
     changes = True
 
-    def __init__(  # noqa: PLR0913  (keywords, each of one thing)
+    def __init__(  # noqa: PLR0913  (keywords)
         self,
         url: str | Sealed[str],
         query: str,
@@ -76,11 +74,7 @@ class SQLFormat(ShardFormat[SQLShard]):
     async def shards(
         self, stack: AsyncExitStack, known: Summary | None = None
     ) -> list[SQLShard]:
-        """Take a snapshot, and return its ranges; those of ``known`` are reused.
-
-        A DatasetError if the database cannot be read, a ValueError if the key is
-        unsuitable, or a column does not exist.
-        """
+        """Take a snapshot, and return its ranges; the cuts of ``known`` are reused."""
         known = known or {}
         kind = SQLite if self._address.is_sqlite else Postgres
         session = kind(self._address, self._relation, self._deadline)
@@ -101,23 +95,22 @@ class SQLFormat(ShardFormat[SQLShard]):
         return [(span, session) for span in (*spans, *rest)]
 
     def summary(self, shards: Sequence[SQLShard]) -> Summary:
-        """Return the number of ranges, and the keys they are cut at."""
+        """Return the number of ranges, and the keys between them."""
         starts = [span.start for span, _ in shards if span is not None]
         cuts = [start for start in starts if start is not None]
         return {"count": len(shards), "cuts": cuts}
 
     def describe(self) -> dict[str, Any]:
-        """Return what is selected; a digest of values and of long queries."""
         return self._relation.describe()
 
     async def plan(self) -> list[Key]:
-        """Return the keys to cut at, for ``partitions`` of other ranks."""
+        """Return the keys between ranges, for ``partitions`` on other ranks."""
         async with AsyncExitStack() as stack:
             cuts: list[Key] = self.summary(await self.shards(stack))["cuts"]
         return cuts
 
     def open(self, shard: SQLShard, position: ShardPosition, budget: int) -> SQLReader:
-        """Return a reader of a range after the key in ``position``."""
+        """Return a reader of a range, from after the key in ``position`` on."""
         span, session = shard
         return SQLReader(session, span, position.get("key"), budget)
 
@@ -128,14 +121,14 @@ class SQLFormat(ShardFormat[SQLShard]):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        driver_of(self._address)  # an import reads files, so not on an event loop
+        driver_of(self._address)  # import it now, and not on an event loop
 
     def __repr__(self) -> str:
         return f"SQLFormat({self._address.label!r}, {self._relation.label})"
 
 
 def _checked(partitions: Any) -> int | list[Key]:
-    """Return a number of ranges, or the keys to cut at."""
+    """Return the number of ranges, or the encoded keys between them."""
     if hasattr(partitions, "__index__"):
         check_at_least(partitions, 1, "partitions")
         return operator.index(partitions)

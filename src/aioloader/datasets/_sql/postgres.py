@@ -1,9 +1,9 @@
-"""PostgreSQL: many connections that read one snapshot, by COPY.
+"""PostgreSQL: parallel connections that read one snapshot by COPY.
 
-One connection exports its snapshot and keeps it alive; the others adopt it. Rows come
-in the order of the key, streamed, in batches of about the requested size. A query with
-parameters is read through a server-side cursor, which takes twice the time. A driver
-would read an infinite date as an ordinary day: here it is an error, or NULL.
+A leader exports its snapshot and keeps it alive; the other connections adopt it. Rows
+are streamed in the order of the key. A query with parameters needs a server-side
+cursor, at half the speed. The driver would read an infinite date as an ordinary day:
+here it is an error, or NULL.
 """
 
 import asyncio
@@ -38,16 +38,16 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 
-# Selected in addition: the number of the first infinite column, or NULL.
+# An extra column: the number of the first column with an infinite date, or NULL.
 FLAG = "aioloader: infinite"
-# Expressions for the nearest float of an exact number, by type.
-FLOATS = {
+# Casts of exact numbers to floats, by type.
+FLOAT_CASTS = {
     "numeric": "{}::float8",
     "money": "{}::numeric::float8",
     "_numeric": "{}::float8[]",
     "_money": "{}::numeric[]::float8[]",
 }
-# Conditions by type. None is true for NULL.
+# Conditions for infinite dates, by type; not true for NULL.
 _POINT = "NOT isfinite({0})"
 _LIST = "('infinity' = ANY({0}) OR '-infinity' = ANY({0}))"
 _INFINITE = {
@@ -56,11 +56,11 @@ _INFINITE = {
     **dict.fromkeys(("_date", "_timestamp", "_timestamptz"), _LIST),
 }
 _FINITE = "array_replace(array_replace({0}, 'infinity', NULL), '-infinity', NULL)"
-# Types with an expression that reads them; arrays begin with "_".
-KNOWN = {"oid", "_oid", *FLOATS, *_INFINITE}
-# The types in others that drivers may read as other values; and "_numeric" in an array
-# of a domain. In versions before 14 there are no multiranges, and no such column.
-_PARTS = """
+# Types that are cast or checked; names of arrays begin with "_".
+HANDLED_TYPES = {"oid", "_oid", *FLOAT_CASTS, *_INFINITE}
+# Finds types nested in others that drivers may misread, and "_numeric" in an array of a
+# domain. Before version 14 there are no multiranges, and no column for them.
+_PARTS_QUERY = """
 WITH RECURSIVE part (at, kind, oid, path) AS (
 SELECT at, format_type(oid, NULL), oid, '' FROM (VALUES {kinds}) AS given (at, oid)
 UNION SELECT at, kind, inner_oid, path || mark FROM part JOIN pg_type AS t USING (oid),
@@ -73,10 +73,10 @@ SELECT at, kind, path || typname FROM part JOIN pg_type USING (oid)
 WHERE path || typname = '_numeric' OR typname IN
 ('date', 'timestamp', 'timestamptz', 'interval', 'money', 'oid')
 """
-POINTS = frozenset(kind for kind, rule in _INFINITE.items() if rule is _POINT)
+POINT_TYPES = frozenset(kind for kind, rule in _INFINITE.items() if rule is _POINT)
 _LOG = logging.getLogger("aioloader")
 _BEGIN = "BEGIN ISOLATION LEVEL REPEATABLE READ, READ ONLY"
-# A scan takes as long as its consumer; and keys need one text format. As in pg_dump.
+# As in pg_dump: a scan lasts as long as its consumer, and keys need one text format.
 # The view pg_settings would compute all settings, for each connection.
 _SETTINGS = """
 SELECT set_config(name, '0', true) FROM (VALUES ('statement_timeout'),
@@ -84,18 +84,18 @@ SELECT set_config(name, '0', true) FROM (VALUES ('statement_timeout'),
 WHERE current_setting(name, true) IS NOT NULL
 UNION ALL SELECT set_config('DateStyle', 'ISO, YMD', true)
 """
-# COPY takes no parameters. A setting is bound like one, and is never part of the text.
-_RANGE = (
+# COPY takes no parameters, so the bounds of a range are passed in settings.
+_SET_RANGE = (
     "SELECT set_config('aioloader.start', $1, true), "
     "set_config('aioloader.stop', $2, true)"
 )
-_KEYS = frozenset({
+_KEY_TYPES = frozenset({
     "int2", "int4", "int8", "text", "varchar", "bpchar", "name", "uuid", "date",
     "timestamp", "timestamptz", "bytea",
 })  # fmt: skip
-_TEXTS = frozenset({"text", "varchar", "bpchar"})
-# Types without an Arrow type are read as one that has it.
-_CASTS = FLOATS | {
+_TEXT_TYPES = frozenset({"text", "varchar", "bpchar"})
+# Casts of types that have no Arrow type.
+_CASTS = FLOAT_CASTS | {
     "oid": "{}::int8",
     "_oid": "{}::int8[]",
     "vector": "{}::real[]",
@@ -107,16 +107,16 @@ _EXACT_CASTS = {
     "_numeric": "{}::text[]",
     "_money": "{}::numeric[]::text[]",
 }
-# In versions before 12, all collations are deterministic, and there is no such column.
-_LOOSE = """
+# Finds a non-deterministic collation; before version 12 there are none.
+_LOOSE_COLLATION = """
 SELECT 1 FROM pg_collation AS c JOIN pg_namespace AS n ON n.oid = c.collnamespace
 WHERE to_jsonb(c) ->> 'collisdeterministic' = 'false' AND ({key}) COLLATE "C" IN
 (quote_ident(c.collname), quote_ident(n.nspname) || '.' || quote_ident(c.collname))
 """
-_TYPE = "SELECT typname::text FROM pg_type WHERE oid = $1::oid"
-# Enough pages for shares within about a tenth of each other.
+_TYPE_QUERY = "SELECT typname::text FROM pg_type WHERE oid = $1::oid"
+# Pages to sample: enough for ranges that differ by about 10 %.
 _PAGES, _PAGE_BYTES = 400, 8192
-_SIZE = """
+_SIZE_QUERY = """
 SELECT c.relkind::text, CASE c.relkind WHEN 'p' THEN
 (SELECT sum(pg_relation_size(relid))::int8 FROM pg_partition_tree(c.oid))
 ELSE pg_relation_size(c.oid) END FROM pg_class AS c WHERE c.oid = to_regclass($1)
@@ -124,45 +124,45 @@ ELSE pg_relation_size(c.oid) END FROM pg_class AS c WHERE c.oid = to_regclass($1
 
 
 def selection(columns: Mapping[str, tuple[str, str]], infinity: Infinity) -> str:
-    """Return the list after SELECT; if infinite dates are errors, with a ``FLAG``.
+    """Return the select list, with a ``FLAG`` column if infinite dates are errors.
 
-    ``columns`` have a type and the expression that reads them, with ``{}`` for the
-    column; empty: as it is, with NULL for infinite dates.
+    ``columns`` maps a name to its type and an expression with ``{}`` for the column; if
+    that is empty, the column is read as it is, with NULL for infinite dates.
     """
     parts: list[str] = []
     cases: list[str] = []
-    for at, (name, (kind, cast)) in enumerate(columns.items()):
-        read, rule = cast or "{}", "" if cast else _INFINITE.get(kind, "")
-        if rule:
-            cases.append(f"WHEN {rule.format(column(name))} THEN {at}")
-            read = f"CASE WHEN {rule} THEN NULL ELSE {{0}} END"
-            read = _FINITE if rule is _LIST else read
-        parts.append(f"{read.format(column(name))} AS {quoted(name)}")
+    for number, (name, (kind, cast)) in enumerate(columns.items()):
+        expression, condition = cast or "{}", "" if cast else _INFINITE.get(kind, "")
+        if condition:
+            cases.append(f"WHEN {condition.format(column(name))} THEN {number}")
+            expression = f"CASE WHEN {condition} THEN NULL ELSE {{0}} END"
+            expression = _FINITE if condition is _LIST else expression
+        parts.append(f"{expression.format(column(name))} AS {quoted(name)}")
     if cases and infinity == "error":
         parts.append(f"CASE {' '.join(cases)} END AS {quoted(FLAG)}")
     return ", ".join(parts)
 
 
 def parts_query(relation: Relation, columns: Iterable[str]) -> str:
-    """Return the query for the parts of columns' types; see ``types_by_parts``."""
+    """Return the query for the nested types of columns; see ``types_by_parts``."""
     nothing = "LIMIT 0"
     kinds = (
-        f"({at}, pg_typeof(({relation.select(column(name), nothing)}))::oid)"
-        for at, name in enumerate(columns)
+        f"({number}, pg_typeof(({relation.select(column(name), nothing)}))::oid)"
+        for number, name in enumerate(columns)
     )
-    return _PARTS.format(kinds=", ".join(kinds))
+    return _PARTS_QUERY.format(kinds=", ".join(kinds))
 
 
 def types_by_parts(
     columns: Sequence[str], rows: Iterable[tuple[int, str, str]]
 ) -> dict[str, str]:
-    """Return, by column, the types of arrays of a domain of exact numbers.
+    """Return the columns that are arrays of a domain of exact numbers, and their types.
 
-    A ValueError if a column has parts that drivers read as other values.
+    Raises a ValueError if a column has a nested type that drivers misread.
     """
     types: dict[str, str] = {}
-    for at, kind, part in rows:
-        name = columns[at]
+    for number, kind, part in rows:
+        name = columns[number]
         if part != "_numeric":
             raise ValueError(
                 f"column {name!r} is of type {kind}, in which {part.lstrip('_?')} "
@@ -185,36 +185,36 @@ def infinite_error(
 
 
 def as_decimals(batch: "pa.RecordBatch", names: Sequence[str]) -> "pa.RecordBatch":
-    """Mark columns of text as exact numbers, so that their values become decimals."""
+    """Mark text columns as exact numbers, so that their values become decimals."""
     import pyarrow as pa  # noqa: PLC0415  (an optional dependency)
 
     for name in names:
-        place = batch.schema.get_field_index(name)
-        array = batch.column(place)
+        index = batch.schema.get_field_index(name)
+        array = batch.column(index)
         kind = pa.opaque(pa.string(), "numeric", "PostgreSQL")
         if pa.types.is_list(array.type):
             kind = pa.list_(kind)
-        batch = batch.set_column(place, name, array.cast(kind))
+        batch = batch.set_column(index, name, array.cast(kind))
     return batch
 
 
 class Postgres(Session):
-    _sign = "$"
+    _placeholder = "$"
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
-        self._leader: Connection | None = None  # which exports the snapshot
+        self._leader: Connection | None = None  # exports the snapshot
         self._snapshot = ""
         self._renewing = asyncio.Lock()
         self._idle: list[Connection] = []
-        self._decimals: list[str] = []  # columns of exact numbers, read as text
+        self._decimals: list[str] = []  # exact numbers, read as text
 
     async def begin(self, partitions: int | Sequence[Key]) -> list[KeyRange]:
-        leader = await self._lead()
-        # The first reader's connection is opened meanwhile: that takes as long.
-        spare = asyncio.create_task(self._spare())
+        leader = await self._start_leader()
+        # Planning takes as long as connecting: open the first reader's connection.
+        spare = asyncio.create_task(self._add_idle())
         try:
-            return await leader.run(self._divided, leader, partitions)
+            return await leader.run(self._divide, leader, partitions)
         finally:
             await finish_despite_cancel(asyncio.gather(spare, return_exceptions=True))
 
@@ -232,36 +232,36 @@ class Postgres(Session):
         idle, self._idle = self._idle, []
         await close_all([*idle, leader] if leader else idle)
 
-    async def _lead(self) -> Connection:
+    async def _start_leader(self) -> Connection:
         leader = self._leader = Connection(self.address)
-        self._snapshot = await leader.run(_started, leader)
+        self._snapshot = await leader.run(_begin, leader)
         return leader
 
-    async def _spare(self) -> None:
+    async def _add_idle(self) -> None:
         self._idle.append(await self._new())
 
     async def _new(self) -> Connection:
-        """Make a connection that reads the snapshot."""
+        """Return a new connection that reads the snapshot."""
         while self._leader is not None:
-            snapshot, is_reading = self._snapshot, ""
+            snapshot, adopted = self._snapshot, ""
             connection = Connection(self.address, like=self._leader)
             try:
-                is_reading = await connection.run(_started, connection, snapshot)
+                adopted = await connection.run(_begin, connection, snapshot)
             finally:
-                if not is_reading:
+                if not adopted:
                     await connection.aclose()
-            if is_reading:
+            if adopted:
                 return connection
-            await self._renew(snapshot)
+            await self._renew_snapshot(snapshot)
         raise RuntimeError("the iteration is over")
 
-    async def _renew(self, lost: str) -> None:
-        """Take a new snapshot, unless another reader has done so meanwhile."""
+    async def _renew_snapshot(self, lost: str) -> None:
+        """Take a new snapshot, unless another reader has already done so."""
         async with self._renewing:
             if self._snapshot != lost or self._leader is None:
                 return
             await self._leader.aclose()
-            await self._lead()
+            await self._start_leader()
             _LOG.warning(
                 "the snapshot of %s was lost, because the server was restarted or hung "
                 "up; reading continues with a new one: rows changed in between may be "
@@ -275,7 +275,7 @@ class Postgres(Session):
         self, connection: Connection, span: KeyRange, last: Key | None, batch_bytes: int
     ) -> Scan:
         rest, is_again = span.since(last), last is not None
-        connection.fetch(_RANGE, ["" if key is None else str(key) for key in rest])
+        connection.fetch(_SET_RANGE, ["" if key is None else str(key) for key in rest])
         bound = f"current_setting('aioloader.{{}}')::{self._key_type}"
         sql, parameters = self._statement(rest, bound), self.relation.parameters
         if parameters:
@@ -285,29 +285,29 @@ class Postgres(Session):
             batches = connection.batches(sql, (), size)
         with closing(batches):
             for batch in batches:
-                if found := self._fresh(batch, last, is_again=is_again):
-                    yield found
-                    last = encoded(found[0][-1].as_py())
+                if rows := self._new_rows(batch, last, is_again=is_again):
+                    yield rows
+                    last = encoded(rows[0][-1].as_py())
                 is_again = is_again and not batch.num_rows
 
     def _rows(self, batch: "pa.RecordBatch") -> Block:
-        """Return the rows of a batch; those with infinite dates have failed."""
+        """Return the rows of a batch; a row with an infinite date is a failure."""
         rows = super()._rows(as_decimals(batch, self._decimals))
         if FLAG not in batch.schema.names:
             return rows
         flags, keys = batch.column(FLAG), batch.column(self.relation.key)
         if flags.null_count < len(flags):
             rows = list(rows)
-            for at, number in enumerate(flags.to_pylist()):
+            for index, number in enumerate(flags.to_pylist()):
                 if number is not None:
-                    key, name = keys[at].as_py(), self._read[number]
+                    key, name = keys[index].as_py(), self._columns[number]
                     label = self.address.label
-                    rows[at] = FailedSample(
+                    rows[index] = FailedSample(
                         infinite_error(self.relation, key, name, label)
                     )
         return rows
 
-    def _bound(self, key: Key) -> str:
+    def _key_value(self, key: Key) -> str:
         return str(key)
 
     def _plan(self, connection: Connection) -> None:
@@ -318,64 +318,65 @@ class Postgres(Session):
         types = dict(zip(schema.names, _types(connection, schema), strict=True))
         self.names = relation.names(schema.names)
         self._key_type = types[key]
-        if self._key_type not in _KEYS:
+        if self._key_type not in _KEY_TYPES:
             raise ValueError(
                 f"key {key!r} is of type {self._key_type}, which cannot be a key; use "
-                f"{', '.join(sorted(_KEYS))}"
+                f"{', '.join(sorted(_KEY_TYPES))}"
             )
         self._refuse_keys(connection, "IS NULL", "NULL")
-        if self._key_type in _TEXTS:
-            named = relation.select(
-                f"pg_collation_for(max({self._key}))", "WHERE false"
-            )
-            if connection.fetch(_LOOSE.format(key=named), relation.parameters):
+        if self._key_type in _TEXT_TYPES:
+            key_collation = f"pg_collation_for(max({self._key}))"
+            collation = relation.select(key_collation, "WHERE false")
+            if connection.fetch(
+                _LOOSE_COLLATION.format(key=collation), relation.parameters
+            ):
                 self._refuse_collation('"C"')
-        if self._key_type in POINTS:
+        if self._key_type in POINT_TYPES:
             self._refuse_keys(connection, "IN ('infinity', '-infinity')", "infinite")
-        unknown = [name for name in self._read if types[name] not in KNOWN]
+        unknown = [name for name in self._columns if types[name] not in HANDLED_TYPES]
         if nested := [n for n in unknown if _is_nested(schema.field(n).type)]:
             parts = connection.fetch(parts_query(relation, nested), relation.parameters)
             types |= types_by_parts(nested, parts)
         is_exact = relation.numeric == "decimal"
-        casts = _CASTS | (_EXACT_CASTS if is_exact else FLOATS)
+        casts = _CASTS | (_EXACT_CASTS if is_exact else FLOAT_CASTS)
         columns: dict[str, tuple[str, str]] = {}
-        for name in self._read:
-            cast = casts.get(types[name]) or _text(schema.field(name).type)
+        for name in self._columns:
+            cast = casts.get(types[name]) or _text_cast(schema.field(name).type)
             columns[name] = types[name], cast or ("{}" if name == key else "")
         self._selected = selection(columns, relation.infinity)
-        self._decimals = [n for n in self.names if is_exact and types[n] in FLOATS]
+        self._decimals = [n for n in self.names if is_exact and types[n] in FLOAT_CASTS]
 
     def _cuts(self, connection: Connection, partitions: int) -> list[Key]:
-        """Return quantiles of the key: of some hundred pages of a table, or of all."""
+        """Return quantiles of the key, from a sample of a table's pages if possible."""
         sample = ""
         if not self.relation.is_query:
-            found = connection.fetch(_SIZE, (self.relation.table(),))
-            kind, size = found[0] if found else ("", 0)
+            tables = connection.fetch(_SIZE_QUERY, (self.relation.table(),))
+            kind, size = tables[0] if tables else ("", 0)
             if kind in {"r", "m", "p"}:
                 share = min(100.0, 100.0 * _PAGES * _PAGE_BYTES / max(1, size or 0))
                 sample = f"TABLESAMPLE SYSTEM ({share:.6f}) REPEATABLE (0)"
-        # Slightly more, to get the first key of a part, not the last of the one before.
+        # Slightly more, for the first key of a range, not the last of the previous one.
         shares = [f"{n / partitions + 1e-9:.12f}" for n in range(1, partitions)]
         quantiles = (
             f"percentile_disc(ARRAY[{', '.join(shares)}]::float8[]) "
             f"WITHIN GROUP (ORDER BY {self._key})"
         )
-        (cuts,) = self._ask(connection, f"({quantiles})::text[]", sample)
+        (cuts,) = self._query_row(connection, f"({quantiles})::text[]", sample)
         is_integer = self._key_type.startswith("int")
         return [int(cut) if is_integer else cut for cut in dict.fromkeys(cuts or ())]
 
 
-def _started(connection: Connection, snapshot: str = "") -> str:
-    """Start a transaction in a snapshot, by default a new one, which is exported.
+def _begin(connection: Connection, snapshot: str = "") -> str:
+    """Start a transaction in a snapshot, or in a new one, which is exported.
 
-    Return its name; an empty one if it is lost.
+    Returns the snapshot's name; empty if the given one is lost.
     """
     connection.fetch(_BEGIN)
     try:
         if snapshot:
             connection.fetch(f"SET TRANSACTION SNAPSHOT '{snapshot}'")
     except Exception as exc:
-        # 42704 since about version 17; before, the name was called invalid.
+        # Undefined object since about version 17; before, an invalid value.
         if sqlstate_of(exc) in {"42704", "22023"}:
             return ""
         raise
@@ -384,23 +385,23 @@ def _started(connection: Connection, snapshot: str = "") -> str:
 
 
 def _types(connection: Connection, schema: "pa.Schema") -> list[str]:
-    """Return PostgreSQL's names of the columns' types."""
-    said = [(field.metadata or {})[b"POSTGRESQL:type"].decode() for field in schema]
+    """Return the names of the columns' types in PostgreSQL."""
+    given = [(field.metadata or {})[b"POSTGRESQL:type"].decode() for field in schema]
     # The driver knows types of extensions only by number.
     names: dict[str, str] = {}
-    for name in {name for name in said if name.startswith("unnamed<oid:")}:
+    for name in {name for name in given if name.startswith("unnamed<oid:")}:
         number = name.removeprefix("unnamed<oid:").rstrip(">")
-        names[name] = connection.fetch(_TYPE, (number,))[0][0]
-    return [names.get(name, name) for name in said]
+        names[name] = connection.fetch(_TYPE_QUERY, (number,))[0][0]
+    return [names.get(name, name) for name in given]
 
 
 def _is_nested(kind: "pa.DataType") -> bool:
-    """Return whether a type may have parts: ranges have no Arrow type."""
+    """Return whether a type may contain others; ranges have no Arrow type."""
     return bool(kind.num_fields) or hasattr(kind, "vendor_name")
 
 
-def _text(kind: "pa.DataType") -> str:
-    """Return the expression that reads values without an Arrow type as text."""
+def _text_cast(kind: "pa.DataType") -> str:
+    """Return the cast to text for a type that Arrow lacks, or an empty string."""
     if hasattr(kind, "vendor_name"):
         return "{}::text"
     is_list = hasattr(getattr(kind, "value_type", None), "vendor_name")
@@ -410,7 +411,7 @@ def _text(kind: "pa.DataType") -> str:
 def _fetched(
     connection: Connection, sql: str, parameters: Sequence[Any], batch_bytes: int
 ) -> "Generator[pa.RecordBatch, None, None]":
-    """Yield the rows of a query, one at first and more by the size of those seen."""
+    """Yield the rows of a query through a cursor, in growing batches."""
     with connection.cursor() as cursor:
         cursor.execute(f"DECLARE aioloader NO SCROLL CURSOR FOR {sql}", parameters)
         cursor.adbc_statement.set_options(**{"adbc.postgresql.use_copy": "false"})
@@ -421,6 +422,6 @@ def _fetched(
             if not table.num_rows:
                 break
             yield from table.to_batches()
-            wanted = fitting(table.nbytes / table.num_rows, batch_bytes)
-            count = min(wanted, GROWTH * count)
+            fits = fitting(table.nbytes / table.num_rows, batch_bytes)
+            count = min(fits, GROWTH * count)
         cursor.execute("CLOSE aioloader")

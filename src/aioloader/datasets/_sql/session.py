@@ -1,8 +1,7 @@
-"""One iteration over a table or query: a snapshot, and the readers of its ranges.
+"""One iteration over a table or query: its snapshot, and the readers of its ranges.
 
-What both kinds of databases share; ``sqlite`` and ``postgres`` say how each connects,
-finds types, cuts the key and reads a range. A key is a number, or its text as the
-database reads it; bytes are hexadecimal.
+The base of ``sqlite`` and ``postgres``, which connect, find types, cut the key and read
+a range. A key is an int, or the text that the database parses; bytes are hexadecimal.
 """
 
 import abc
@@ -39,17 +38,16 @@ if TYPE_CHECKING:
 
 
 _LOG = logging.getLogger("aioloader")
-# Seconds for a call of SQLite to end.
-_PATIENCE = 1.0
+# Seconds to wait for a running call of SQLite to end.
+_STOP_SECONDS = 1.0
 T = TypeVar("T")
 Key: TypeAlias = int | str
-# The keys of some rows, and the rows.
+# Yields the keys of a batch, and its rows.
 Scan: TypeAlias = "Generator[tuple[pa.Array, Block], None, None]"
 
-# Bounds of a batch's bytes, and most of its rows. Their number grows so fast from batch
-# to batch, because later rows may be larger.
-_SMALLEST, _LARGEST = 1 << 16, 1 << 22
-_MOST = 1 << 16
+_MIN_BATCH, _MAX_BATCH = 1 << 16, 1 << 22  # bytes
+_MAX_ROWS = 1 << 16
+# Rows of a batch per row of the previous one, at most: later rows may be larger.
 GROWTH = 8
 
 
@@ -60,14 +58,14 @@ def driver_of(address: DatabaseURL) -> Any:
 
 
 class Connection(CpuThread):
-    """A connection of ADBC, opened by its first call, and the one thread that uses it.
+    """An ADBC connection and its thread; the first call connects.
 
-    ADBC's objects belong to one thread at a time, and in the main thread its calls take
-    over Ctrl-C. A query that cannot be stopped does not keep the process from ending.
-    ``cursor``, ``fetch`` and ``batches`` are for functions that run in the thread.
+    ADBC's objects belong to one thread at a time, and in the main thread its calls
+    would take over Ctrl-C. The thread is a daemon. ``cursor``, ``fetch`` and
+    ``batches`` run in it.
 
-    ``like`` is an open connection to the same database, whose driver state is shared:
-    PostgreSQL's driver reads all types, which takes ten times as long as connecting.
+    ``like`` is a connection whose driver state is cloned: PostgreSQL's driver loads all
+    types, which takes ten times as long as connecting.
     """
 
     def __init__(self, address: DatabaseURL, like: "Connection | None" = None) -> None:
@@ -76,11 +74,11 @@ class Connection(CpuThread):
         self._like = like
         self._adbc: Any = None  # of adbc_driver_manager.dbapi
         self._is_closed = False
-        self._cloning = threading.Lock()  # another thread may clone it
+        self._clone_lock = threading.Lock()  # other threads may clone it
         self._pending: list[Job] = []
 
     async def run(self, function: Callable[..., T], *args: Any) -> T:
-        """Return the result of a function, called in the thread after earlier ones."""
+        """Call a function in the thread, after earlier calls; return its result."""
         return await in_thread(function, *args, executor=self, abandon_on_cancel=True)
 
     def post(self, job: Job) -> bool:
@@ -88,34 +86,33 @@ class Connection(CpuThread):
         return super().post(partial(self._do, job))
 
     def _do(self, job: Job) -> None:
-        with contextlib.suppress(Exception):  # of closing what has been lost
+        with contextlib.suppress(Exception):  # from closing a lost connection
             job()
         self._pending.remove(job)
 
     async def is_lost(self) -> bool:
-        """Return whether the server hung up, after a failure; a file never does."""
+        """Return whether the server hung up. Called after a failure."""
         if not self._address.is_sqlite:
             try:
                 await self.run(self.fetch, "SELECT 1")
-            except Exception as exc:  # noqa: BLE001  (the question is whether it does)
+            except Exception as exc:  # noqa: BLE001  (only its kind matters)
                 return not sqlstate_of(exc)
         return False
 
     async def aclose(self) -> None:
         """Stop the running call, disconnect, and join the thread, even if cancelled.
 
-        A query of SQLite that cannot be stopped runs on in its thread, which then
-        disconnects; the process may end before.
+        If SQLite cannot stop a query, its thread disconnects when the query ends.
         """
         await in_thread(self._end)
 
     def _end(self) -> None:
         if self._pending:
-            # The call may have ended or not started; or the driver, SQLite's, cannot.
+            # The call may not be running, and SQLite's driver cannot cancel.
             with contextlib.suppress(Exception):
                 self._adbc.adbc_cancel()
         self.stop(self._close)
-        self.join(_PATIENCE if self._address.is_sqlite else None)
+        self.join(_STOP_SECONDS if self._address.is_sqlite else None)
         if self.is_alive():
             _LOG.warning(
                 "a query of %r runs on in its thread after the iteration ended: "
@@ -140,7 +137,7 @@ class Connection(CpuThread):
     def batches(
         self, sql: str, parameters: Any, options: Mapping[str, str]
     ) -> "Generator[pa.RecordBatch, None, None]":
-        """Yield the rows of a result in columns, read with options of the driver."""
+        """Yield the result of a query as record batches; ``options`` of the driver."""
         with self.cursor() as cursor:
             cursor.adbc_statement.set_options(**options)
             cursor.execute(sql, parameters or None)
@@ -148,22 +145,22 @@ class Connection(CpuThread):
 
     def _connect(self) -> None:
         like, self._like = self._like, None
-        self._adbc = None if like is None else like.cloned()
+        self._adbc = None if like is None else like.clone()
         if self._adbc is None:
             where = self._address.for_driver()
             self._adbc = driver_of(self._address).connect(where, autocommit=True)
 
-    def cloned(self) -> Any:
-        """Return another connection of ADBC to the database; None if this is closed."""
-        with self._cloning:
+    def clone(self) -> Any:
+        """Return a new ADBC connection with this driver state; None if closed."""
+        with self._clone_lock:
             if self._is_closed or self._adbc is None:
                 return None
-            clone = self._adbc.adbc_clone()
-            clone.adbc_connection.set_autocommit(True)
-            return clone
+            adbc = self._adbc.adbc_clone()
+            adbc.adbc_connection.set_autocommit(True)
+            return adbc
 
     def _close(self) -> None:
-        with self._cloning:
+        with self._clone_lock:
             self._is_closed = True
             if self._adbc is not None:
                 with contextlib.suppress(Exception):  # it may have been lost
@@ -171,12 +168,13 @@ class Connection(CpuThread):
 
 
 async def close_all(connections: Iterable[Connection]) -> None:
-    """Close connections in parallel; all of them, even if cancelled."""
-    await finish_despite_cancel(asyncio.gather(*(one.aclose() for one in connections)))
+    """Close all connections in parallel, even if cancelled."""
+    closing = [connection.aclose() for connection in connections]
+    await finish_despite_cancel(asyncio.gather(*closing))
 
 
 class KeyRange(NamedTuple):
-    """The keys from ``start`` on and before ``stop``; None: no bound."""
+    """The keys from ``start`` to ``stop`` (exclusive); None: no bound."""
 
     start: Key | None = None
     stop: Key | None = None
@@ -190,35 +188,34 @@ class KeyRange(NamedTuple):
 
 
 class Session(abc.ABC):
-    address: DatabaseURL
-    relation: Relation
-    deadline: float
-    _sign: str  # of a numbered parameter
+    """The snapshot and connections of one iteration."""
+
+    _placeholder: str  # of a parameter, before its number
 
     def __init__(
         self, address: DatabaseURL, relation: Relation, deadline: float
     ) -> None:
         self.address, self.relation, self.deadline = address, relation, deadline
-        self.names: Sequence[str] = ()  # the columns to deliver
+        self.names: Sequence[str] = ()  # columns to deliver
         self._key = relation.key_column
-        self._key_type = ""  # as in SQL
-        self._selected = ""  # the list after SELECT
+        self._key_type = ""  # the database's name of it
+        self._selected = ""  # the select list
 
     @abc.abstractmethod
     async def begin(self, partitions: int | Sequence[Key]) -> list[KeyRange]:
-        """Take a snapshot, and divide it; a ValueError if key or columns are wrong."""
+        """Take a snapshot, and divide it; a ValueError for a bad key or column."""
 
     @abc.abstractmethod
     async def join(self) -> Connection:
-        """Return a connection that reads the snapshot; a new one if it is lost."""
+        """Lend a connection that reads the snapshot; a new one if that is lost."""
 
     @abc.abstractmethod
     async def leave(self, connection: Connection, *, is_sound: bool) -> None:
-        """Return a connection; if ``is_sound``, its scan has ended."""
+        """Take back a connection; if ``is_sound``, its scan has ended normally."""
 
     @abc.abstractmethod
     async def aclose(self) -> None:
-        """Disconnect."""
+        """Close all connections."""
 
     # -- in the connection's thread -----------------------------------------------
 
@@ -226,7 +223,7 @@ class Session(abc.ABC):
     def scan(
         self, connection: Connection, span: KeyRange, last: Key | None, batch_bytes: int
     ) -> Scan:
-        """Yield the rows of a range, in order, after the last key that was read."""
+        """Yield the keys and rows of a range, in order, after the ``last`` read key."""
 
     @abc.abstractmethod
     def _plan(self, connection: Connection) -> None:
@@ -234,56 +231,59 @@ class Session(abc.ABC):
 
     @abc.abstractmethod
     def _cuts(self, connection: Connection, partitions: int) -> list[Key]:
-        """Return keys that cut the relation into parts with about equally many rows."""
+        """Return keys that cut the rows into parts of about equal size."""
 
     @abc.abstractmethod
-    def _bound(self, key: Key) -> Any:
-        """Return a key as a parameter."""
+    def _key_value(self, key: Key) -> Any:
+        """Return a key as a query parameter."""
 
-    def _divided(
+    def _divide(
         self, connection: Connection, partitions: int | Sequence[Key]
     ) -> list[KeyRange]:
         self._plan(connection)
         if isinstance(partitions, int):
             cuts = self._cuts(connection, partitions) if partitions > 1 else []
         else:
-            cuts = self._risen(connection, partitions)
+            cuts = self._checked_cuts(connection, partitions)
         return [KeyRange(*pair) for pair in pairwise([None, *cuts, None])]
 
-    def _risen(self, connection: Connection, cuts: Sequence[Key]) -> list[Key]:
-        # An empty part with the key itself provides its collation.
+    def _checked_cuts(self, connection: Connection, cuts: Sequence[Key]) -> list[Key]:
+        # An empty SELECT of the key itself provides its collation.
         nothing = self.relation.select(f"{self._key} AS k, 0 AS n", "WHERE 1 = 0")
         given = [
-            f"SELECT CAST({self._sign}{n} AS {self._key_type}), {n}"
+            f"SELECT CAST({self._placeholder}{n} AS {self._key_type}), {n}"
             for n, _ in enumerate(cuts, len(self.relation.parameters) + 1)
         ]
         bounds = " UNION ALL ".join((nothing, *given))
         pairs = select("k, lag(k) OVER (ORDER BY n) AS before", f"({bounds}) AS b")
         falls = select("count(*)", f"({pairs}) AS c", "WHERE k <= before")
-        parameters = (*self.relation.parameters, *map(self._bound, cuts))
+        parameters = (*self.relation.parameters, *map(self._key_value, cuts))
         if connection.fetch(falls, parameters) == [(0,)]:
             return list(cuts)
         raise ValueError("bounds in partitions must rise, in the order of the database")
 
     @property
-    def _read(self) -> Sequence[str]:  # the columns to deliver, and the key
+    def _columns(self) -> Sequence[str]:
+        """The columns to deliver, and the key."""
         has_key = self.relation.key in self.names
         return self.names if has_key else (*self.names, self.relation.key)
 
-    def _ask(
-        self, connection: Connection, what: str, more: str = "", *values: Any
+    def _query_row(
+        self, connection: Connection, columns: str, more: str = "", *values: Any
     ) -> Any:
-        """Return the first row of a SELECT from the relation; None: there is none."""
-        sql = self.relation.select(what, more)
+        """Return the first row of a SELECT from the relation, or None."""
+        sql = self.relation.select(columns, more)
         rows = connection.fetch(sql, (*self.relation.parameters, *values))
         return rows[0] if rows else None
 
-    def _refuse_keys(self, connection: Connection, rule: str, what: str) -> None:
-        if self._ask(connection, "1", f"WHERE {self._key} {rule} LIMIT 1"):
-            raise self.relation.key_error(what)
+    def _refuse_keys(
+        self, connection: Connection, condition: str, problem: str
+    ) -> None:
+        if self._query_row(connection, "1", f"WHERE {self._key} {condition} LIMIT 1"):
+            raise self.relation.key_error(problem)
 
     def _refuse_collation(self, exact: str) -> None:
-        # The order of equal texts is arbitrary: reading could not resume between them.
+        # Texts that compare equal have no order, so reading could not resume.
         name = self.relation.key
         raise ValueError(
             f"the collation of key {name!r} equates different texts; make a key in a "
@@ -291,7 +291,7 @@ class Session(abc.ABC):
         )
 
     def _statement(self, span: KeyRange, bound: str) -> str:
-        """Return the query for a range; a bound is an expression, ``{}`` its name."""
+        """Return the query for a range; ``{}`` in ``bound`` is "start" or "stop"."""
         bounds = [
             f"{self._key} {sign} {bound.format(name)}"
             for name, sign, _ in span.bounds()
@@ -299,14 +299,13 @@ class Session(abc.ABC):
         where = f"WHERE {' AND '.join(bounds)}" if bounds else ""
         return self.relation.select(self._selected, where, "ORDER BY", self._key)
 
-    def _fresh(
+    def _new_rows(
         self, batch: "pa.RecordBatch", last: Key | None, *, is_again: bool
     ) -> "tuple[pa.Array, Block] | None":
-        """Return the keys and rows of a batch after the ``last`` key; None if none is.
+        """Return the keys and rows of a batch after the ``last`` key; None if empty.
 
-        A ValueError if a key comes twice. If ``is_again``, the query started at the
-        last key, whose row, unless it was deleted, is dropped. Whole columns are
-        compared: about a nanosecond per row.
+        Raises a ValueError if a key repeats. If ``is_again``, the query started at the
+        last key, and its row, unless deleted meanwhile, is dropped.
         """
         from pyarrow import compute  # noqa: PLC0415  (an optional dependency)
 
@@ -325,8 +324,8 @@ class Session(abc.ABC):
                 "choose a unique column, or make one in a query"
             )
         new = batch.slice(int(is_last))
-        found = new.column(self.relation.key), self._rows(new)
-        return found if new.num_rows else None
+        scanned = new.column(self.relation.key), self._rows(new)
+        return scanned if new.num_rows else None
 
     def _rows(self, batch: "pa.RecordBatch") -> Block:
         from aioloader.datasets._arrow.rows import Rows  # noqa: PLC0415  (needs pyarrow)
@@ -335,11 +334,10 @@ class Session(abc.ABC):
 
 
 class SQLReader(BlockReader):
-    """Reads one range a batch ahead, across lost connections, after the ``last`` key.
+    """Reads one range after the ``last`` key, one batch ahead; reconnects if needed.
 
-    A batch is read in a connection's thread while the previous one is consumed; it is
-    a quarter of the budget, but at least 64 KiB. The mark of a block is the column of
-    its keys.
+    A connection's thread reads a batch, a quarter of the budget but at least 64 KiB,
+    while the previous one is consumed. A block's mark is the column of its keys.
     """
 
     is_ahead = True
@@ -351,7 +349,7 @@ class SQLReader(BlockReader):
         self.is_over: bool = span is None
         self._session = session
         self._span = span or KeyRange()
-        self._batch_bytes = max(_SMALLEST, min(budget // 4, _LARGEST))
+        self._batch_bytes = max(_MIN_BATCH, min(budget // 4, _MAX_BATCH))
         self._start = self._last_read = last
         self._pulled = 0  # rows of the last pull
         self._open: tuple[Connection, Scan] | None = None
@@ -377,7 +375,7 @@ class SQLReader(BlockReader):
         return self.is_over
 
     async def make(self) -> PositionedBlocks:
-        """Read a batch; what waiting cannot cure ends the range."""
+        """Read a batch; an error that retries cannot fix ends the range."""
         session, key = self._session, self._session.relation.key
         bounds = [f"{key} {sign} {bound!r}" for _, sign, bound in self._span.bounds()]
         place = " and ".join(bounds) or f"every {key}"
@@ -400,19 +398,19 @@ class SQLReader(BlockReader):
             self._open = connection, scan
         connection, scan = self._open
         try:
-            found = await connection.run(next, scan, None)
+            scanned = await connection.run(next, scan, None)
         except Exception as exc:
             is_lost = await connection.is_lost()
             await self.release()
             if is_lost:
                 raise LostError(exc) from None
             raise
-        if found is None:
+        if scanned is None:
             self.is_over = True
             await self.release(is_sound=True)
             return []
-        self._last_read = encoded(found[0][-1].as_py())
-        return [found]
+        self._last_read = encoded(scanned[0][-1].as_py())
+        return [scanned]
 
     async def release(self, *, is_sound: bool = False) -> None:
         """Return the connection; if ``is_sound``, its scan has ended."""
@@ -424,7 +422,7 @@ class SQLReader(BlockReader):
 
 
 def encoded(value: Any) -> Key:
-    """Return a key's value as encoded in a state and passed to the database."""
+    """Return a key's value in the form that states and queries have."""
     match value:
         case None:
             raise ValueError("it is NULL")
@@ -437,5 +435,5 @@ def encoded(value: Any) -> Key:
 
 
 def fitting(row_bytes: float, batch_bytes: int) -> int:
-    """Return how many rows of a size make a batch."""
-    return max(1, min(int(batch_bytes / max(1.0, row_bytes)), _MOST))
+    """Return how many rows of ``row_bytes`` fit into a batch, at least one."""
+    return max(1, min(int(batch_bytes / max(1.0, row_bytes)), _MAX_ROWS))

@@ -1,9 +1,8 @@
 """SQLite: a few connections that read one snapshot of a file, in batches.
 
-Each holds a read transaction, started before any read, and checked to have started with
-no commit in between. In WAL mode writers continue meanwhile; without it they wait until
-the iteration ends. SQLite's values have types, its columns only preferences: a column
-has the type of its first thousand rows; if these are all NULL, the declared type or
+Their read transactions start with no commit in between. In WAL mode writers continue;
+otherwise they wait until the iteration ends. SQLite types values, not columns: a column
+gets the type of its first thousand rows, or if they are all NULL, its declared type or
 that of later rows. The driver takes types from the first rows of a batch.
 """
 
@@ -33,8 +32,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 
-# More readers share connections: two keep two cores busy.
-_CONNECTIONS = 4
+_MAX_CONNECTIONS = 4  # more readers share them
 _TRIES = 20
 # Without WAL, a writer locks readers out during its commit.
 _LOCK_WAIT = "PRAGMA busy_timeout = 5000"
@@ -42,47 +40,48 @@ _VERSION = "PRAGMA data_version"
 _ROW_IDS = frozenset({"rowid", "oid", "_rowid_"})
 _VIEW = '"aioloader view"'
 _FIRST_ROWS = 1000
-# Of which two facts each are asked at once: a result has at most 2,000 columns.
-_MOST_COLUMNS = 500
+# Columns per query for two facts of each: a result has at most 2,000 columns.
+_MAX_COLUMNS = 500
 # Arrow's type of a key, by SQLite's.
 _KEY_TYPES = {"integer": "int64", "text": "string", "blob": "binary"}
-# Without a cast, the type of a number among texts would depend on its position.
+# Without a cast, the driver's type for mixed values would depend on their order.
 _CASTS = {"string": "CAST({} AS TEXT)", "binary": "CAST({} AS BLOB)"}
-# Arrow's type by words in a declaration.
-_WISHES = {
+# Arrow types, by words in a column's declaration.
+_DECLARED_TYPES = {
     "int64": re.compile("INT|BOOL"),
     "string": re.compile("CHAR|CLOB|TEXT"),
     "double": re.compile("REAL|FLOA|DOUB|DEC|NUM"),
 }
-# Columns so declared hold no integers, and doubles all integers below.
-_REAL, _EXACT = re.compile("REAL|FLOA|DOUB"), 2**53
+# A column declared so holds no integers.
+_REAL = re.compile("REAL|FLOA|DOUB")
+_MAX_EXACT = 2**53  # doubles represent all smaller integers
 _ENDS = ("min", "max")
-# Keys are even if no probe finds a density below this share of the highest.
+# Keys are even if the lowest density at a probe is at least half of the highest.
 _PROBES, _PROBE_ROWS, _EVEN = 32, 16, 0.5
 
 
 class SQLite(Session):
-    _sign = "?"
+    _placeholder = "?"
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
-        self._connections: dict[Connection, int] = {}  # with the number of scans
-        self._types: dict[str, str] = {}  # names of Arrow types, by column
-        self._mixed: list[str] = []  # columns of floats that may hold integers
-        self._row_bytes = 1  # about so many
-        self._sorts = False  # each query sorts all rows: the key has no index
+        self._connections: dict[Connection, int] = {}  # to the number of scans
+        self._types: dict[str, str] = {}  # Arrow types, by column
+        self._mixed: list[str] = []  # float columns that may hold integers
+        self._row_bytes = 1  # mean, about
+        self._sorts = False  # whether a query sorts all rows: the key has no index
 
     async def begin(self, partitions: int | Sequence[Key]) -> list[KeyRange]:
         count = partitions if isinstance(partitions, int) else len(partitions) + 1
-        for _ in range(min(count, _CONNECTIONS)):
+        for _ in range(min(count, _MAX_CONNECTIONS)):
             self._connections[connection := Connection(self.address)] = 0
             await connection.run(connection.fetch, _LOCK_WAIT)
         await self._take_snapshot()
         *_, connection = self._connections
-        return await connection.run(self._divided, connection, partitions)
+        return await connection.run(self._divide, connection, partitions)
 
     async def join(self) -> Connection:
-        """Return the connection with the fewest scans; one has the warmest cache."""
+        """Lend the connection with the fewest scans."""
         if not self._connections:
             raise RuntimeError("the iteration is over")
         connection = min(self._connections, key=self._connections.__getitem__)
@@ -90,7 +89,7 @@ class SQLite(Session):
         return connection
 
     async def leave(self, connection: Connection, *, is_sound: bool) -> None:  # noqa: ARG002
-        """Return a connection; a query may run on there."""
+        """Take back a connection, on which a query may still run."""
         if connection in self._connections:
             self._connections[connection] -= 1
 
@@ -99,38 +98,35 @@ class SQLite(Session):
         await close_all(connections)
 
     async def _take_snapshot(self) -> None:
-        """Start all transactions in one state of the file.
-
-        If commits are too frequent for that, all readers share one connection.
-        """
+        """Start all transactions in one state of the file, or use one connection."""
         connections, witness = [*self._connections], Connection(self.address)
         try:
             for _ in range(_TRIES):
                 version = await witness.run(witness.fetch, _VERSION)
-                await asyncio.gather(*(one.run(_start, one) for one in connections))
+                await asyncio.gather(*(c.run(_start, c) for c in connections))
                 if await witness.run(witness.fetch, _VERSION) == version:
                     return
-                for one in connections:
-                    await one.run(one.fetch, "ROLLBACK")
+                for connection in connections:
+                    await connection.run(connection.fetch, "ROLLBACK")
         finally:
             await witness.aclose()
-        *others, only = connections
-        self._connections = {only: 0}
-        await only.run(_start, only)
-        await close_all(others)
+        *surplus, shared = connections
+        self._connections = {shared: 0}
+        await shared.run(_start, shared)
+        await close_all(surplus)
 
     # -- in the connection's thread -----------------------------------------------
 
     def scan(
         self, connection: Connection, span: KeyRange, last: Key | None, batch_bytes: int
     ) -> Scan:
-        """Yield the rows of a range; a query starts again with more rows a batch."""
-        # A query that sorts would sort again for each change.
+        """Yield the rows of a range; restart the query to change its batch size."""
+        # A query that sorts would sort again at each restart.
         count = fitting(self._row_bytes, batch_bytes) if self._sorts else 1
         while True:
             before, is_again = last, last is not None
             rest = span.since(last)
-            bounds = [self._bound(key) for *_, key in rest.bounds()]
+            bounds = [self._key_value(key) for *_, key in rest.bounds()]
             batches = connection.batches(
                 self._statement(rest, "?"),
                 (*self.relation.parameters, *bounds),
@@ -141,35 +137,35 @@ class SQLite(Session):
                     for batch in batches:
                         conformed = self._conformed(batch)
                         self._check_digits(connection, conformed)
-                        if found := self._fresh(conformed, last, is_again=is_again):
-                            yield found
-                            last = encoded(found[0][-1].as_py())
+                        if rows := self._new_rows(conformed, last, is_again=is_again):
+                            yield rows
+                            last = encoded(rows[0][-1].as_py())
                         is_again = False
-                        wanted = fitting(batch.nbytes / batch.num_rows, batch_bytes)
-                        if count > 2 * wanted or wanted > GROWTH * count:
-                            most = wanted if self._sorts else GROWTH * count
-                            count = min(wanted, most)
+                        fits = fitting(batch.nbytes / batch.num_rows, batch_bytes)
+                        if count > 2 * fits or fits > GROWTH * count:
+                            limit = fits if self._sorts else GROWTH * count
+                            count = min(fits, limit)
                             break
                     else:
                         return
                 except OSError as exc:
-                    # The guessed type ended here: let the driver guess again.
+                    # A value of another type: restart, so that the driver infers again.
                     if "Type mismatch" not in str(exc) or last == before:
                         raise
 
     def _rows(self, batch: "pa.RecordBatch") -> Block:
-        """Return the rows of a batch; those with text that is no UTF-8 have failed."""
+        """Return the rows of a batch; a row with invalid UTF-8 is a failure."""
         if _is_valid(batch):
             return super()._rows(batch)
         texts = [n for n in batch.schema.names if not _is_valid(batch.select([n]))]
         rows = list[Any]()
-        for at, key in enumerate(batch.column(self.relation.key).to_pylist()):
-            row = batch.slice(at, 1)
+        for number, key in enumerate(batch.column(self.relation.key).to_pylist()):
+            row = batch.slice(number, 1)
             bad = [n for n in texts if not _is_valid(row.select([n]))]
-            rows += [self._bad(key, bad[0])] if bad else super()._rows(row)
+            rows += [self._invalid_text(key, bad[0])] if bad else super()._rows(row)
         return rows
 
-    def _bad(self, key: Any, name: str) -> FailedSample:
+    def _invalid_text(self, key: Any, name: str) -> FailedSample:
         label, relation = self.address.label, self.relation
         text = (
             f"the row of {relation.label} of {label!r} with {relation.key} = {key!r} "
@@ -178,7 +174,7 @@ class SQLite(Session):
         )
         return FailedSample(DatasetError(text, location=label))
 
-    def _bound(self, key: Key) -> int | str | bytes:
+    def _key_value(self, key: Key) -> int | str | bytes:
         if self._key_type == "blob":
             return bytes.fromhex(str(key).removeprefix("\\x"))
         return key
@@ -192,10 +188,12 @@ class SQLite(Session):
         self.names = relation.names([*declared], {key} if is_row_id else ())
         if is_row_id:
             declared.setdefault(key, "INTEGER")
-        self._find_types(connection, {name: declared[name] for name in self._read})
+        self._find_types(connection, {name: declared[name] for name in self._columns})
         self._check_key(connection)
         self._types[key] = _KEY_TYPES[self._key_type]
-        casts = {name: ("", _CASTS.get(self._types[name], "")) for name in self._read}
+        casts = {
+            name: ("", _CASTS.get(self._types[name], "")) for name in self._columns
+        }
         self._selected = selection({**casts, key: ("", "")}, relation.infinity)
         sql = f"EXPLAIN QUERY PLAN {self._statement(KeyRange(), '')}"
         self._sorts = "FOR ORDER BY" in str(connection.fetch(sql, relation.parameters))
@@ -208,19 +206,19 @@ class SQLite(Session):
                 return dict.fromkeys(cursor.fetch_record_batch().schema.names, "")
         connection.fetch(f"CREATE TEMP VIEW {_VIEW} AS {rows}")
         try:
-            found = connection.fetch(f"PRAGMA temp.table_info({_VIEW})")
+            columns = connection.fetch(f"PRAGMA temp.table_info({_VIEW})")
         finally:
             connection.fetch(f"DROP VIEW temp.{_VIEW}")
-        return {str(row[1]): str(row[2] or "").upper() for row in found}
+        return {str(row[1]): str(row[2] or "").upper() for row in columns}
 
     def _find_types(self, connection: Connection, declared: dict[str, str]) -> None:
         row: list[Any] = []
-        for at in range(0, len(declared), _MOST_COLUMNS):
-            row += self._facts(connection, [*declared][at : at + _MOST_COLUMNS])
+        for first in range(0, len(declared), _MAX_COLUMNS):
+            row += self._facts(connection, [*declared][first : first + _MAX_COLUMNS])
         self._types = {
-            name: _type_of(str(row[2 * at] or ""), declared[name])
+            name: _type_of(str(row[2 * n] or ""), declared[name])
             or self._later_type(connection, name, declared[name])
-            for at, name in enumerate(declared)
+            for n, name in enumerate(declared)
         }
         self._mixed = [
             name
@@ -230,47 +228,49 @@ class SQLite(Session):
         self._row_bytes = int(sum(8 + float(mean or 0) for mean in row[1::2])) + 1
 
     def _facts(self, connection: Connection, names: Sequence[str]) -> Sequence[Any]:
-        """Return the types, and the mean length, of each column in the first rows."""
-        # Queried per row, so a blob's length does not require reading the blob.
+        """Return the types and the mean length of each column in the first rows."""
+        # In a subquery, so that a blob's length does not require reading the blob.
         facts = ", ".join(
-            f"typeof({column(name)}) AS t{at}, length({column(name)}) AS l{at}"
-            for at, name in enumerate(names)
+            f"typeof({column(name)}) AS t{n}, length({column(name)}) AS l{n}"
+            for n, name in enumerate(names)
         )
-        asked = ", ".join(
-            f"group_concat(DISTINCT t{at}), avg(l{at})" for at in range(len(names))
+        totals = ", ".join(
+            f"group_concat(DISTINCT t{n}), avg(l{n})" for n in range(len(names))
         )
         rows = self.relation.select(facts, f"LIMIT {_FIRST_ROWS}")
-        sql = select(asked, f"({rows})")
-        found: Sequence[Any] = connection.fetch(sql, self.relation.parameters)[0]
-        return found
+        sql = select(totals, f"({rows})")
+        row: Sequence[Any] = connection.fetch(sql, self.relation.parameters)[0]
+        return row
 
     def _later_type(self, connection: Connection, name: str, declared: str) -> str:
-        """Return the type of a column's first value after NULLs."""
-        there = f"WHERE {column(name)} IS NOT NULL LIMIT 1"
-        found = self._ask(connection, f"typeof({column(name)})", there)
+        """Return the type of a column's first value that is not NULL."""
+        condition = f"WHERE {column(name)} IS NOT NULL LIMIT 1"
+        row = self._query_row(connection, f"typeof({column(name)})", condition)
         # A view declares untyped columns as BLOB: used only if there is no value.
-        nothing = "binary" if "BLOB" in declared else "double"
-        return _type_of(found[0], "") if found else nothing
+        default = "binary" if "BLOB" in declared else "double"
+        return _type_of(row[0], "") if row else default
 
     def _check_key(self, connection: Connection) -> None:
         self._refuse_keys(connection, "IS NULL", "NULL")
-        # Types are sorted one after the other, so both ends show all of them.
-        ends = [self._ask(connection, f"typeof({end}({self._key}))") for end in _ENDS]
-        found = {kind for (kind,) in ends} - {"null"} or {"integer"}
-        if len(found) > 1 or not found <= _KEY_TYPES.keys():
-            self._refuse_types(found)
-        (self._key_type,) = found
+        # Values are sorted by type, so both ends show whether all have one.
+        ends = [
+            self._query_row(connection, f"typeof({end}({self._key}))") for end in _ENDS
+        ]
+        kinds = {kind for (kind,) in ends} - {"null"} or {"integer"}
+        if len(kinds) > 1 or not kinds <= _KEY_TYPES.keys():
+            self._refuse_types(kinds)
+        (self._key_type,) = kinds
         if self._key_type == "text":
-            # An empty part with the key itself provides its collation.
+            # An empty SELECT of the key itself provides its collation.
             nothing = self.relation.select(f"{self._key} AS k", "WHERE 1 = 0")
             texts = f"{nothing} UNION SELECT 'a' UNION SELECT 'A' UNION SELECT 'a '"
             distinct = select("count(*)", f"({texts})")
             if connection.fetch(distinct, self.relation.parameters) != [(3,)]:
                 self._refuse_collation("BINARY")
 
-    def _refuse_types(self, found: Iterable[str]) -> None:
+    def _refuse_types(self, kinds: Iterable[str]) -> None:
         raise ValueError(
-            f"key {self.relation.key!r} is {' and '.join(sorted(found))}; all must be "
+            f"key {self.relation.key!r} is {' and '.join(sorted(kinds))}; all must be "
             "integer, all text or all blob"
         )
 
@@ -289,7 +289,7 @@ class SQLite(Session):
             elif array.null_count == len(array):
                 arrays.append(pa.nulls(len(array), field.type))
             elif array.type == pa.int64() and field.type == pa.float64():
-                # As SQLite does; digits are checked afterwards.
+                # As SQLite does; `_check_digits` checks the result.
                 arrays.append(array.cast(field.type, safe=False))
             else:
                 raise ValueError(
@@ -300,66 +300,63 @@ class SQLite(Session):
         return pa.RecordBatch.from_arrays(arrays, schema=schema)
 
     def _check_digits(self, connection: Connection, batch: "pa.RecordBatch") -> None:
-        """Check that no integer is another number as a float."""
+        """Check that no integer changes its value as a float."""
         from pyarrow import compute  # noqa: PLC0415  (an optional dependency)
 
         for name in self._mixed:
             ends = compute.min_max(batch.column(name)).values()
-            if max(abs(end.as_py() or 0) for end in ends) < _EXACT:
+            if max(abs(end.as_py() or 0) for end in ends) < _MAX_EXACT:
                 continue
-            keys, one = batch.column(self.relation.key), column(name)
-            bounds = [self._bound(encoded(keys[at].as_py())) for at in (0, -1)]
+            keys, col = batch.column(self.relation.key), column(name)
+            bounds = [self._key_value(encoded(keys[end].as_py())) for end in (0, -1)]
             # SQLite compares an integer with a float exactly.
-            more = f"WHERE {self._key} BETWEEN ? AND ? AND {one} <> CAST({one} AS REAL)"
-            if found := self._ask(connection, one, f"{more} LIMIT 1", *bounds):
+            more = f"WHERE {self._key} BETWEEN ? AND ? AND {col} <> CAST({col} AS REAL)"
+            if row := self._query_row(connection, col, f"{more} LIMIT 1", *bounds):
                 raise ValueError(
-                    f"column {name!r} is double and has the integer {found[0]}, which "
+                    f"column {name!r} is double and has the integer {row[0]}, which "
                     f"is another number as a double; write CAST({quoted(name)} AS "
                     "INTEGER) or AS TEXT in a query"
                 )
 
     def _cuts(self, connection: Connection, partitions: int) -> list[Key]:
-        """Return cuts at even distances if keys are that even, else at even ranks.
-
-        For the former a few keys are looked at, for the latter all are read twice.
-        """
+        """Return cuts at even distances; for uneven keys by rank, reading all twice."""
         is_simple = self._key_type == "integer" and not self.relation.is_query
         if is_simple and (even := self._even_cuts(connection, partitions)):
             return even
-        (rows,) = self._ask(connection, "count(*)")
+        (rows,) = self._query_row(connection, "count(*)")
         ranks = sorted({rows * n // partitions for n in range(1, partitions)} - {0})
         cuts: list[Key] = []
         for before, rank in zip([0, *ranks], ranks, strict=False):
-            since = self._bound(cuts[-1]) if cuts else None
+            since = self._key_value(cuts[-1]) if cuts else None
             cuts.append(encoded(self._nth(connection, since, rank - before)))
         return [*dict.fromkeys(cuts)]
 
     def _even_cuts(self, connection: Connection, partitions: int) -> list[Key] | None:
-        """Return cuts at even distances; None if the keys are not that even."""
-        # Queried one by one: for both together, SQLite reads all rows instead of two.
-        ends = [self._ask(connection, f"{end}({self._key})") for end in _ENDS]
+        """Return cuts at even distances; None if the keys are uneven."""
+        # For min and max in one query, SQLite would read all rows instead of two.
+        ends = [self._query_row(connection, f"{end}({self._key})") for end in _ENDS]
         (first,), (last,) = ends
         if first is None or last - first < partitions * _PROBES * _PROBE_ROWS:
             return None
         widths: list[int] = []
         for n in range(_PROBES):
-            at = first + (last - first) * n // _PROBES
-            end = self._nth(connection, at, _PROBE_ROWS - 1)
-            widths.append((last if end is None else end) - at + 1)
+            probe = first + (last - first) * n // _PROBES
+            end = self._nth(connection, probe, _PROBE_ROWS - 1)
+            widths.append((last if end is None else end) - probe + 1)
         if min(widths) < _EVEN * max(widths):
             return None
         width = last - first + 1
         return [first + width * n // partitions for n in range(1, partitions)]
 
     def _nth(self, connection: Connection, since: Any, rank: int) -> Any:
-        """Return the key of a rank among those from ``since`` on, if there is one."""
+        """Return the key at ``rank`` of those from ``since`` on, or None."""
         order, values = f"ORDER BY {self._key} LIMIT 1 OFFSET ?", [rank]
         if since is not None:
             order, values = f"WHERE {self._key} >= ? {order}", [since, rank]
-        found = self._ask(connection, self._key, order, *values)
-        if found and isinstance(found[0], float):  # numbers are sorted as one
+        row = self._query_row(connection, self._key, order, *values)
+        if row and isinstance(row[0], float):  # sorted among the integers
             self._refuse_types(("integer", "real"))
-        return found and found[0]
+        return row and row[0]
 
 
 def _is_valid(batch: "pa.RecordBatch") -> bool:
@@ -377,13 +374,14 @@ def _start(connection: Connection) -> None:
     connection.fetch("SELECT 1 FROM sqlite_master LIMIT 1")
 
 
-def _type_of(found: str, declared: str) -> str:
-    """Return the type for SQLite's types found; empty if only NULLs."""
-    classes = set(found.split(",")) - {"null", ""}
+def _type_of(kinds: str, declared: str) -> str:
+    """Return the Arrow type for comma-separated SQLite types; empty if only NULLs."""
+    classes = set(kinds.split(",")) - {"null", ""}
     for name, kind in (("blob", "binary"), ("text", "string"), ("real", "double")):
         if name in classes:
             return kind
-    wish = next((kind for kind, one in _WISHES.items() if one.search(declared)), "")
+    hints = (kind for kind, words in _DECLARED_TYPES.items() if words.search(declared))
+    hint = next(hints, "")
     if classes:
-        return "double" if wish == "double" else "int64"
-    return wish
+        return "double" if hint == "double" else "int64"
+    return hint

@@ -1,10 +1,9 @@
-"""Addresses of shards: their store and key, patterns, and what may be displayed.
+"""Addresses of shards: their store and key, their patterns, and labels for display.
 
-Pure functions. ``spell`` makes an address of a listed name, and ``split`` returns the
-same name, whatever characters it has. Patterns follow the rules of ``glob`` everywhere:
-``*``, ``?`` and ``[...]`` stay within one segment and match no leading dot, a segment
-``**`` is any number of segments. An address with a user, a password or a query is a
-``SecretURL``.
+``spell`` makes an address of a listed key, and ``split`` returns the same key, whatever
+characters it has. Patterns follow ``glob``: ``*``, ``?`` and ``[...]`` match within one
+segment and no leading dot; a segment ``**`` matches any number of segments. An address
+with a user, a password or a query is a ``SecretURL``.
 """
 
 import contextlib
@@ -17,15 +16,15 @@ from typing import Any, TypeAlias
 from urllib.parse import quote, unquote
 
 from aioloader.datasets._stores.failures import file_failure
-from aioloader.datasets._stores.redact import private, redact_key, redact_url
+from aioloader.datasets._stores.redact import redact_key, redact_url, seal_url
 
 # A ``SecretURL`` if it holds a secret.
 Address: TypeAlias = str
 
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
-# Decoding and encoding would change such a path, or obstore would reject it.
-_AS_IT_IS = re.compile(r"%2F|%5C|%0|%1|//|(^|/)(\.|%2E){1,2}(/|$)|/$", re.IGNORECASE)
-# Hosts on which the first segment of the path names the store.
+# Paths that decoding and encoding would change, or that obstore rejects as keys.
+_NOT_A_KEY = re.compile(r"%2F|%5C|%0|%1|//|(^|/)(\.|%2E){1,2}(/|$)|/$", re.IGNORECASE)
+# Hosts on which the first segment of the path is the bucket.
 _BUCKET_FIRST = re.compile(
     r"s3[.-](.*\.)?amazonaws\.com|.*\.r2\.cloudflarestorage\.com|"
     r".*\.(blob|dfs)\.(core\.windows\.net|fabric\.microsoft\.com)"
@@ -34,13 +33,13 @@ _ENCODED_SIGN = re.compile(r"%(2A|3F|5B)", re.IGNORECASE)
 _SIGN = re.compile(r"\[(?>!?\]?)[^\]]*\]|\*+|.", re.DOTALL)
 # Any number of folders that are not hidden.
 _FOLDERS = r"(?:(?!\.)[^/]+/)*"
-# There is nothing at a path, or a link that leads nowhere.
-_NOWHERE = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP}
-_TO_QUOTE = re.compile(r"[^A-Za-z0-9/._~=+-]")
+# Errors for paths that do not exist, and dangling links.
+_ABSENT = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP}
+_SPECIAL = re.compile(r"[^A-Za-z0-9/._~=+-]")
 
 
 def sealed(addresses: Any) -> list[Address]:
-    """Return the addresses or patterns of a caller, with secrets hidden."""
+    """Return the addresses or patterns of a user, with secrets hidden."""
     if isinstance(addresses, (str, os.PathLike)):
         addresses = [addresses]
     if isinstance(addresses, bytes) or not isinstance(addresses, Iterable):
@@ -61,7 +60,7 @@ def sealed(addresses: Any) -> list[Address]:
                 "no commands are run for addresses: give the URL that the command of "
                 f"number {number} reads (s3://, gs://, https://, hf://), or a path"
             )
-        made.append(private(plain) if "://" in plain else plain)
+        made.append(seal_url(plain) if "://" in plain else plain)
     return made
 
 
@@ -85,25 +84,25 @@ def path_of(address: str) -> str:
 def split(address: Address) -> tuple[Address, str]:
     """Return the URL of an address's store, and the key in it.
 
-    A signed HTTP URL, or one whose path would change on its way through a key, is a
-    separate store with an empty key.
+    An HTTP URL that is signed, or whose path is no valid key, is a store of its own,
+    with an empty key.
     """
     root, path, is_whole = _split(address)
     if is_whole:
-        return private(address.partition("#")[0]), ""
-    return private(root), unquote(path)
+        return seal_url(address.partition("#")[0]), ""
+    return seal_url(root), unquote(path)
 
 
 def spell(root: Address, key: str) -> Address:
-    """Return the address of a listed key, from which ``split`` returns the key.
+    """Return the address of a listed key, the inverse of ``split``.
 
-    But not over HTTP if the key has a backslash: that URL is a separate store.
+    Except over HTTP if the key has a backslash: that URL is a store of its own.
     """
-    return private(f"{root}/{quote(key) if _TO_QUOTE.search(key) else key}")
+    return seal_url(f"{root}/{quote(key) if _SPECIAL.search(key) else key}")
 
 
 def _split(url: str) -> tuple[str, str, bool]:
-    """Return the store's URL, the path as spelled, and whether both are one URL."""
+    """Return the store's URL, the encoded path, and whether the URL is one store."""
     scheme, _, rest = url.partition("://")
     is_web, query = scheme.lower() in {"http", "https"}, ""
     if is_web:
@@ -112,12 +111,12 @@ def _split(url: str) -> tuple[str, str, bool]:
     if is_web and not query and _BUCKET_FIRST.fullmatch(host.rpartition("@")[2]):
         bucket, _, path = path.partition("/")
         host = f"{host}/{bucket}"
-    is_whole = bool(query) or (is_web and bool(_AS_IT_IS.search(path)))
+    is_whole = bool(query) or (is_web and bool(_NOT_A_KEY.search(path)))
     return f"{scheme}://{host}", path, is_whole
 
 
 def name_of(address: Address) -> str:
-    """Return the whole name of a shard, decoded, without account and query."""
+    """Return the full name of a shard, decoded, without account and query."""
     if "://" not in address:
         return address
     if is_local(address):
@@ -127,10 +126,10 @@ def name_of(address: Address) -> str:
 
 
 def sibling(address: Address, rename: Callable[[str], str]) -> Address:
-    """Return the address of another file, renamed by path and with the same query."""
+    """Return the address of a file with another path, and the same query."""
     is_web = address[:4].lower() == "http" and _SCHEME.match(address)
-    at = len(re.split("[?#]" if is_web else r"\Z", address, maxsplit=1)[0])
-    return private(rename(address[:at]) + address[at:])
+    length = len(re.split("[?#]" if is_web else r"\Z", address, maxsplit=1)[0])
+    return seal_url(rename(address[:length]) + address[length:])
 
 
 def shown_address(address: Address) -> str:
@@ -151,13 +150,13 @@ def braces(pattern: Address) -> Iterator[Address]:
     from braceexpand import braceexpand  # noqa: PLC0415  (only where there are any)
 
     try:
-        return map(private, [*braceexpand(pattern)])
+        return map(seal_url, [*braceexpand(pattern)])
     except ValueError:  # an unmatched brace is a literal character
         return iter([pattern])
 
 
 def pattern_of(address: Address) -> tuple[Address, str] | None:
-    """Return the store's URL and the pattern of its keys; None if there is no pattern.
+    """Return the store's URL and a pattern for its keys; None for a plain address.
 
     In an HTTP URL, only ``*`` makes the path a pattern.
     """
@@ -171,7 +170,7 @@ def pattern_of(address: Address) -> tuple[Address, str] | None:
             "is not HTTP: list signed URLs one by one, as https://..., and write a ? "
             "in a name as %3F"
         )
-    return private(root), unquote(_ENCODED_SIGN.sub(_bracketed, path))
+    return seal_url(root), unquote(_ENCODED_SIGN.sub(_bracketed, path))
 
 
 def local_pattern(address: str) -> str:
@@ -181,7 +180,7 @@ def local_pattern(address: str) -> str:
 
 
 def _bracketed(sign: "re.Match[str]") -> str:
-    """Return the pattern of an encoded special character, which is literal."""
+    """Return the pattern for an encoded special character, which is literal."""
     return f"[{unquote(sign[0])}]"
 
 
@@ -195,38 +194,32 @@ def folder_of(pattern: str) -> str:
 
 
 def globbed(pattern: str, folder: str) -> tuple[list[str], int]:
-    """Return the files that match, sorted, and the number of directories that do.
-
-    The paths are relative to ``folder``, if it is not empty.
-    """
+    """Return the matching files below ``folder``, sorted, and the number of folders."""
     try:
-        # Two segments ** find the same path twice.
-        found = dict(_walked(pattern, folder))
+        # A dict, because two segments ** yield a path twice.
+        matches = dict(_walk(pattern, folder))
     except OSError as error:
         raise file_failure(error.filename, error) from error
-    found.pop("", None)  # of the pattern **
-    # A dangling link stays, and fails on reading: dropping it would hide it.
-    files = [path for path, is_folder in found.items() if not is_folder]
-    return sorted(files), len(found) - len(files)
+    matches.pop("", None)  # yielded by the pattern **
+    # A dangling link is kept, so that reading it fails visibly.
+    files = [path for path, is_folder in matches.items() if not is_folder]
+    return sorted(files), len(matches) - len(files)
 
 
-def _walked(pattern: str, folder: str) -> Iterator[tuple[str, bool]]:
-    """Yield what ``glob`` would, and whether it is a directory.
-
-    ``glob`` leaves out a directory that cannot be listed: here that is an OSError.
-    """
+def _walk(pattern: str, folder: str) -> Iterator[tuple[str, bool]]:
+    """Yield (path, is folder) as ``glob`` does, but raise for an unlistable folder."""
     above, name = os.path.split(pattern) if has_signs(pattern) else ("", pattern)
-    places: Iterable[str] = [above]
+    parents: Iterable[str] = [above]
     if has_signs(above):
-        places = (path for path, is_folder in _walked(above, folder) if is_folder)
+        parents = (path for path, is_folder in _walk(above, folder) if is_folder)
     is_deep, is_plain = name == "**", not has_signs(name)
     matches = re.compile(_segment("*" if is_deep else name)).fullmatch
-    for place in places:
-        start = os.path.join(place, "")  # noqa: PTH118
+    for parent in parents:
+        start = os.path.join(parent, "")  # noqa: PTH118
         root = os.path.join(folder, start)  # noqa: PTH118
         if is_plain:
             path = os.path.join(root, name)  # noqa: PTH118
-            with _nothing_there():
+            with _ignore_absent():
                 os.lstat(path)
                 yield start + name, os.path.isdir(path)  # noqa: PTH112
             continue
@@ -235,30 +228,30 @@ def _walked(pattern: str, folder: str) -> Iterator[tuple[str, bool]]:
         below = [""]
         for inner in below:  # grows meanwhile
             here = start + inner
-            with _nothing_there(), os.scandir(root + inner or ".") as entries:
+            with _ignore_absent(), os.scandir(root + inner or ".") as entries:
                 for entry in entries:
-                    if matches(found := entry.name):
+                    if matches(child := entry.name):
                         is_folder = _is_folder(entry)
-                        yield here + found, is_folder
+                        yield here + child, is_folder
                         if is_deep and is_folder:
-                            below.append(f"{inner}{found}/")
+                            below.append(f"{inner}{child}/")
 
 
 def _is_folder(entry: "os.DirEntry[str]") -> bool:
     try:
         return entry.is_dir()
     except OSError as error:
-        if error.errno not in _NOWHERE:
+        if error.errno not in _ABSENT:
             raise
         return False
 
 
 @contextlib.contextmanager
-def _nothing_there() -> Iterator[None]:
+def _ignore_absent() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno not in _NOWHERE:
+        if error.errno not in _ABSENT:
             raise
 
 
@@ -277,11 +270,7 @@ def matching(keys: Iterable[str], pattern: str) -> list[str]:
 
 
 def _segment(pattern: str) -> str:
-    """Return a regular expression for one segment.
-
-    Text between two stars is matched where it first occurs, as in ``fnmatch``:
-    trying all places takes time that grows with each star.
-    """
+    """Return a regular expression for a segment, without exponential backtracking."""
     if not has_signs(pattern):
         return re.escape(pattern)
     chunks = [""]
@@ -292,7 +281,7 @@ def _segment(pattern: str) -> str:
             chunks[-1] += f"(?!/){fnmatch.translate(sign)[:-2]}"
         else:
             chunks[-1] += "[^/]" if sign == "?" else re.escape(sign)
-    first, *others = chunks
+    first, *rest = chunks
     guard = "" if pattern.startswith(".") else r"(?!\.)"
-    inner = "".join(f"(?>[^/]*?{chunk})" for chunk in others[:-1] if chunk)
-    return guard + first + inner + (f"[^/]*{others[-1]}" if others else "")
+    inner = "".join(f"(?>[^/]*?{chunk})" for chunk in rest[:-1] if chunk)
+    return guard + first + inner + (f"[^/]*{rest[-1]}" if rest else "")

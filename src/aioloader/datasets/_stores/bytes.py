@@ -1,13 +1,9 @@
-"""The bytes of one object or file: ranges of it, and all of it in order, read ahead.
+"""The bytes of one object or file: single ranges, or a stream that is read ahead.
 
-Every answer is checked against the version that came first, and its length. In a cache
-a stream's blocks are aligned: each is read from the store once per machine, for all
-processes and any start; a table's ranges are kept as they are. The name of a range
-contains the object's version, so a changed object is read again; that costs one small
-request per object and reader. For tables, the version is trusted for ten minutes.
-
-Requests for a shard are in flight together, the first ones smaller, so that samples
-come soon. At most the budget is held.
+Every response must have the first one's version, and the length requested. With a
+cache, a stream is read in aligned blocks, which all processes share; a table's ranges
+are cached as they are. Cache keys include the object's version, which costs a small
+request per object and reader; tables trust it for ten minutes.
 """
 
 import asyncio
@@ -30,7 +26,7 @@ from aioloader._base.cancellation import cancel, finish_despite_cancel, in_threa
 from aioloader._base.warnings import warn
 from aioloader.datasets._stores.cache_dir import CacheDir
 from aioloader.datasets._stores.failures import (
-    NOTHING,
+    ANY_VERSION,
     ExpectedVersion,
     NoRangesError,
     Piece,
@@ -51,39 +47,38 @@ if TYPE_CHECKING:
     from aioloader.datasets._stores.addresses import Address
     from aioloader.datasets._stores.listing import Listing
 
-_BLOCK = 4 << 20
+_CACHE_BLOCK = 4 << 20
 # Seconds for which the version of a table's file is trusted.
-_FRESH = 600.0
-# Objects that are known to have ranges, at most.
-_RANGED = 1 << 16
+_FRESH_SECONDS = 600.0
+_MAX_RANGED = 1 << 16  # entries of ``Client.ranged``
 _WARNED: set[tuple[str, str]] = set()
-_LARGEST = 8 << 20
-SMALLEST = 1 << 16
-# Pieces in flight per object, besides the one that is being cut; fewer, rather than
-# pieces smaller than the second.
-_AHEAD, _WORTHWHILE = 15, 1 << 20
-# A store whose quickest request takes longer is far: the whole budget is requested. Of
-# others a few pieces are; twice as many if waits are half of the time that so many
-# pieces take, as long as that shortens the waits by a quarter.
-_FAR, _TRIED, _SHARE, _SHORTER = 0.02, 32, 0.5, 0.75
+# Bytes of a piece: one request of a stream.
+_MIN_PIECE, _MAX_PIECE = 1 << 16, 8 << 20
+# Pieces in flight per object besides the one being parsed; a small budget has fewer,
+# rather than pieces below ``_WORTHWHILE`` bytes.
+_MAX_AHEAD, _WORTHWHILE = 15, 1 << 20
+# If the quickest request takes longer, the store is far: the whole budget is requested.
+_FAR_SECONDS = 0.02
+# From a near store, ``Client.ahead`` pieces are requested. That doubles if waits for
+# ``_WAITS`` pieces take over half of the time, and 3/4 of the waits before doubling.
+_WAITS, _MIN_WAITING, _MAX_REMAINING = 32, 0.5, 0.75
 # A shard that nothing was pulled from yet may request ``budget // START_DIVISOR``.
 START_DIVISOR = 8
 T = TypeVar("T")
 
-# A piece of a file fits into one core's cache, where it is parsed; several are worth
-# the switch to a thread.
+# Of a file: a piece to parse, which fits a core's cache; the bytes of a thread call.
 _FILE_PIECE, _FILE_PIECES = 1 << 19, 1 << 22
 
 
 class Client:
-    """What the requests of one dataset on one event loop share.
+    """The state that requests of one dataset share on one event loop.
 
     Attributes:
         listings: The last listing of each root and folder.
         users: Iterations, or contexts of the dataset, that are open on this loop.
-        ranged: Hashes of objects of which the server gave a range.
+        ranged: Hashes of objects of which the server sent a range.
         soonest: Seconds of the quickest request.
-        ahead: How many pieces a reader of a near store requests ahead.
+        ahead: Pieces that a reader of a near store requests ahead.
     """
 
     def __init__(self, policy: Requests) -> None:
@@ -93,33 +88,33 @@ class Client:
         self.ranged: set[int] = set()
         self.soonest: float = math.inf
         self.ahead: int = 2
-        # Seconds waited for the latest pieces, and with half as many ahead; since when.
+        # Seconds waited for the latest pieces; in total with half as many ahead.
         self._waits, self._before = list[float](), math.inf
         self._since = time.perf_counter()
 
     def note(self, waited: float) -> None:
         """Adapt ``ahead`` to the seconds waited for a piece."""
         self._waits.append(waited)
-        if len(self._waits) < _TRIED:
+        if len(self._waits) < _WAITS:
             return
         total, took = sum(self._waits), time.perf_counter() - self._since
         self._waits, self._since = [], self._since + took
-        if _SHARE * took < total < _SHORTER * self._before:
+        if _MIN_WAITING * took < total < _MAX_REMAINING * self._before:
             self._before, self.ahead = total, 2 * self.ahead
-        elif total > 2 * self._before:  # another network
+        elif total > 2 * self._before:  # the network has changed
             self._before = math.inf
 
     def listed(self, root: "Address | None", key: str) -> Version | None:
-        """Return what the last listing shows of an object: its size, if any."""
-        for (its_root, folder), listing in self.listings.items():
-            is_in = its_root == root and key.startswith(folder)
+        """Return an object's version by the last listing: its size, if not 0."""
+        for (listed_root, folder), listing in self.listings.items():
+            is_in = listed_root == root and key.startswith(folder)
             if is_in and (size := listing.size_of(key)):
                 return Version(size)
         return None
 
 
 class StoredObject:
-    """One object of a store, fetched by aligned blocks if there is a cache."""
+    """One object of a store; with a cache, it is fetched by aligned blocks."""
 
     def __init__(
         self,
@@ -129,7 +124,7 @@ class StoredObject:
         cache: CacheDir | None = None,
         name: str = "",
     ) -> None:
-        self.block = _BLOCK if cache is not None else 0
+        self.block = _CACHE_BLOCK if cache is not None else 0
         self.client: Client = client
         self._store, self._key = store, key
         self._cache, self._name = cache, name
@@ -139,63 +134,64 @@ class StoredObject:
         return self._store.locate(self._key)
 
     def whole(self, size: int) -> "Awaitable[Bytes | bytes | memoryview]":
-        """Return all of it: a read-only buffer, owned by the caller."""
+        """Read the whole object: a read-only buffer, owned by the caller."""
         store, key = self._store, self._key
         attempt = lambda: store.ask(key, store.whole(key, size))  # noqa: E731
         return self.client.tries.make(attempt, store, key)
 
     def stream(self) -> WholeObject:
-        """Return its bytes from the first one on, for a server without ranges."""
-        assert isinstance(self._store, ObstoreStore)  # no other lacks them
+        """Return a reader from the first byte on, for a server without ranges."""
+        assert isinstance(self._store, ObstoreStore)  # all others have ranges
         return WholeObject(self._store, self._key, self.client.tries)
 
     async def fetch(self, start: int, stop: int, version: Version | None) -> Piece:
-        """Return a range, at a version if one is given; less at the object's end."""
+        """Return a range, at ``version`` if given; less at the object's end."""
         if self._cache is None:
             return await self._request(start, stop, version)
         now = version
         if now is None or now.e_tag is None:
-            now = await self._look(version)
+            now = await self._request_version(version)
             if now.e_tag is None:
                 return await self._request(start, stop, version)
         stop, parts = min(stop, now.size), list[Buffer]()
-        for first in range(start - start % _BLOCK, stop, _BLOCK):
-            block = await self.read(first, min(first + _BLOCK, now.size), now)
+        for first in range(start - start % _CACHE_BLOCK, stop, _CACHE_BLOCK):
+            block = await self.read(first, min(first + _CACHE_BLOCK, now.size), now)
             parts.append(memoryview(block)[max(start - first, 0) : stop - first])
         return Piece(parts[0] if len(parts) == 1 else b"".join(parts), now)
 
     async def read(self, start: int, stop: int, version: Version) -> Buffer:
-        """Return a range at a version, as it is or was kept before."""
+        """Return a range at a version, from the cache if it has exactly this range."""
         if self._cache is None or version.e_tag is None:
             return (await self._request(start, stop, version)).data
         size, e_tag, modified = version
-        told = e_tag if version.strong else f"{e_tag} {modified}"
-        what = f"{told}\n{size}\n{start}-{stop}"
-        data: Buffer | None = await self._get_kept(what)
+        tag = e_tag if version.strong else f"{e_tag} {modified}"
+        name = f"{tag}\n{size}\n{start}-{stop}"
+        data: Buffer | None = await self._get_cached(name)
         if data is None:
             try:
                 data = (await self._request(start, stop, version)).data
-            except DatasetError:  # it may be of another version now
-                await self._keep("version", b"[0]")
+            except DatasetError:  # it may have changed
+                await self._put_cached("version", b"[0]")
                 raise
             if len(memoryview(data)) == min(stop, size) - start:
-                await self._keep(what, data)
+                await self._put_cached(name, data)
         return data
 
     async def version(self, expected: Version | None) -> Version:
-        """Return the object's version: a recent one that is kept, or the current."""
-        found = json.loads(await self._get_kept("version") or "[0]")
-        if abs(time.time() - found[0]) < _FRESH:
-            version = Version(*found[1:])
+        """Return the object's version: a recently cached one, or the current one."""
+        kept = json.loads(await self._get_cached("version") or "[0]")
+        if abs(time.time() - kept[0]) < _FRESH_SECONDS:
+            version = Version(*kept[1:])
             if expected is None or version.is_of(expected):
                 return version
-        version = await self._look(expected)
+        version = await self._request_version(expected)
         if version.e_tag is not None:
-            await self._keep("version", json.dumps([time.time(), *version]).encode())
+            kept = json.dumps([time.time(), *version])
+            await self._put_cached("version", kept.encode())
         return version
 
-    async def _look(self, expected: Version | None) -> Version:
-        """Return the current version; warn once if nothing can be kept."""
+    async def _request_version(self, expected: Version | None) -> Version:
+        """Return the current version; warn once if nothing can be cached."""
         try:
             version = (await self._request(0, 1, expected)).version
         except NoRangesError:
@@ -205,14 +201,14 @@ class StoredObject:
             self._warn("sends no ETag, so changes would not be noticed")
         return version
 
-    async def _get_kept(self, what: str) -> bytes | None:
+    async def _get_cached(self, name: str) -> bytes | None:
         if self._cache is None:
             return None
-        return await in_thread(self._cache.get, f"{self._name}\n{what}")
+        return await in_thread(self._cache.get, f"{self._name}\n{name}")
 
-    async def _keep(self, what: str, data: Buffer) -> None:
+    async def _put_cached(self, name: str, data: Buffer) -> None:
         if self._cache is not None:
-            await in_thread(self._cache.put, f"{self._name}\n{what}", data)
+            await in_thread(self._cache.put, f"{self._name}\n{name}", data)
 
     def _warn(self, reason: str) -> None:
         if self._cache is not None:
@@ -235,21 +231,21 @@ class StoredObject:
                 "the proxy and the endpoint"
             )
             raise DatasetError(text, location=self.location) from None
-        if len(ranged) == _RANGED:
+        if len(ranged) == _MAX_RANGED:
             ranged.clear()
         ranged.add(name)
-        found = piece.version
-        if not (version is None or found is version or found.is_of(version)):
-            raise RefusedError(changed(self.location, version, piece.version))
-        expected = max(0, min(stop, piece.version.size) - start)
+        current = piece.version
+        if not (version is None or current is version or current.is_of(version)):
+            raise RefusedError(changed(self.location, version, current))
+        expected = max(0, min(stop, current.size) - start)
         if (received := len(memoryview(piece.data))) != expected:
-            what = f" from byte {start:,} on"
-            raise truncated(self.location, expected, received, what)
+            where = f" from byte {start:,} on"
+            raise truncated(self.location, expected, received, where)
         return piece
 
 
 def warn_once(cache: CacheDir, label: str, reason: str) -> None:
-    """Warn that a cache keeps nothing of a store; once for both, in this process."""
+    """Warn that a cache keeps nothing of a store; once per process for both."""
     if (cache.directory, label) not in _WARNED:
         _WARNED.add((cache.directory, label))
         warn(
@@ -260,30 +256,30 @@ def warn_once(cache: CacheDir, label: str, reason: str) -> None:
 
 
 class ObjectBytes:
-    """An object's bytes, by ranged requests, or in one if the server has no ranges."""
+    """Streams an object by ranged requests, or by one if the server has no ranges."""
 
     def __init__(
         self,
         object: StoredObject,  # noqa: A002
         start: int,
         budget: int,
-        known: ExpectedVersion = NOTHING,
+        expected: ExpectedVersion = ANY_VERSION,
         stop: int | None = None,
     ) -> None:
-        self.version: Version | None = None  # until it is known
-        self._object, self._known = object, known
+        self.version: Version | None = None  # until the first response
+        self._object, self._expected = object, expected
         self._whole: WholeObject | None = None
         self._stop = sys.maxsize if stop is None else stop
-        self._start = self._read = self._at = start
+        self._start = self._read = self._sent = start  # bytes delivered, and requested
         self._is_over = start >= self._stop
-        largest = max(budget // _AHEAD, min(budget // 4, _WORTHWHILE))
-        # A power of two, because pieces end at multiples of it.
-        largest = 1 << max(SMALLEST, min(_LARGEST, largest)).bit_length() - 1
-        self._largest, self._length = largest, SMALLEST
+        largest = max(budget // _MAX_AHEAD, min(budget // 4, _WORTHWHILE))
+        # A power of two, because pieces end at its multiples.
+        largest = 1 << max(_MIN_PIECE, min(_MAX_PIECE, largest)).bit_length() - 1
+        self._largest, self._length = largest, _MIN_PIECE
         if object.block:
             self._largest = self._length = largest = object.block
-        self._most = max(2 * largest, min(budget, _AHEAD * largest))
-        self._window = max(SMALLEST, budget // START_DIVISOR)  # until the first read
+        self._max_window = max(2 * largest, min(budget, _MAX_AHEAD * largest))
+        self._window = max(_MIN_PIECE, budget // START_DIVISOR)  # until the first read
         self._pieces: deque[asyncio.Task[Piece]] = deque()
 
     @property
@@ -293,7 +289,7 @@ class ObjectBytes:
         )
 
     def begin(self) -> None:
-        """Send the first request, a small one, which returns the size."""
+        """Send the first, small request, whose response has the object's size."""
         if self.version is None and not (self._pieces or self._is_over):
             self._request()
 
@@ -305,7 +301,7 @@ class ObjectBytes:
         if not self._pieces:
             return b""
         began = time.perf_counter()
-        await asyncio.wait([self._pieces[0]])  # cancellation does not reach it
+        await asyncio.wait([self._pieces[0]])  # if cancelled, the request continues
         try:
             piece = self._pieces.popleft().result()
         except NoRangesError:
@@ -318,24 +314,25 @@ class ObjectBytes:
         client = self._object.client
         if length == self._largest:
             client.note(time.perf_counter() - began)
-        self._window = self._most
-        if length == SMALLEST or client.soonest < _FAR:  # the first waits to connect
-            self._window = min(self._most, client.ahead * self._largest)
+        self._window = self._max_window
+        # The first request may have been slow because it had to connect.
+        if length == _MIN_PIECE or client.soonest < _FAR_SECONDS:
+            self._window = min(self._max_window, client.ahead * self._largest)
         self._fill()
         return piece.data
 
     def is_draining(self) -> bool:
-        """Return whether all was requested, and half of the budget is free."""
-        is_all = self._is_over or (self.version is not None and self._at >= self._end)
-        return is_all and self._at - self._read <= self._most // 2
+        """Return whether all is requested, and half of the window is free."""
+        is_all = self._is_over or (self.version is not None and self._sent >= self._end)
+        return is_all and self._sent - self._read <= self._max_window // 2
 
     def bytes_ahead(self) -> int | None:
-        """Return how much is held or in flight; None if the size is not known."""
+        """Return the bytes held or in flight; None while the size is unknown."""
         is_known = self.version is not None or self._is_over
-        return self._at - self._read if is_known else None
+        return self._sent - self._read if is_known else None
 
     async def aclose(self) -> None:
-        """Cancel the requests in flight; no other is sent."""
+        """Cancel the requests in flight, and send no more."""
         self._is_over = True
         pieces, self._pieces = self._pieces, deque()
         await cancel(pieces)
@@ -355,55 +352,55 @@ class ObjectBytes:
                 return fresh
 
     def _fill(self) -> None:
-        """Send requests until the window is full, none beyond the end."""
+        """Send requests until the window is full or the end is requested."""
         if not self._is_over:
-            self._at = min(self._at, self._end)
-            while self._at < self._end and self._next() - self._read <= self._window:
+            self._sent = min(self._sent, self._end)
+            while self._sent < self._end and self._next() - self._read <= self._window:
                 self._request()
 
     def _next(self) -> int:
-        """Return where the next piece ends: at a multiple, like blocks of a cache."""
-        return min(self._at - self._at % self._length + self._length, self._end)
+        """Return the end of the next piece: aligned, like blocks of a cache."""
+        return min(self._sent - self._sent % self._length + self._length, self._end)
 
     def _request(self) -> None:
-        start, self._at = self._at, self._next()
+        start, self._sent = self._sent, self._next()
         # Sizes grow, so that requests sent together do not all arrive together.
         self._length = min(self._largest, max(2 * self._length, self._largest // 8))
-        self._pieces.append(asyncio.create_task(self._get(start, self._at)))
+        self._pieces.append(asyncio.create_task(self._get(start, self._sent)))
 
     async def _get(self, start: int, stop: int) -> Piece:
-        known, began = self.version or self._known.version, time.perf_counter()
-        piece = await self._object.fetch(start, stop, known)
+        version, began = self.version or self._expected.version, time.perf_counter()
+        piece = await self._object.fetch(start, stop, version)
         client = self._object.client
         client.soonest = min(client.soonest, time.perf_counter() - began)
         if self.version is None:
             self._learn(piece.version)
-            self._fill()  # the size is known, so the others need not wait
+            self._fill()  # the size is known now
         return piece
 
     def _learn(self, version: Version) -> None:
-        """Check the object's version; further pieces are compared with it."""
+        """Check the first response's version, which later pieces must have."""
         if self.version is None:
-            self._known.check(self._object.location, version, self._start)
+            self._expected.check(self._object.location, version, self._start)
             self.version = version
 
 
 class FileBytes:
-    """A file's bytes, opened by ``aiofiles`` and read into one buffer."""
+    """Streams a file, opened by ``aiofiles`` and read into one buffer."""
 
     def __init__(
         self,
         path: str,
         start: int,
         budget: int,
-        known: ExpectedVersion = NOTHING,
+        expected: ExpectedVersion = ANY_VERSION,
         stop: int | None = None,
     ) -> None:
-        self.version: Version | None = None  # until it is open
-        self._path, self._known = path, known
-        self._at, self._stop = start, sys.maxsize if stop is None else stop
-        # Bytes best read in one thread call; parsed data needs room besides the buffer.
-        self.at_once: int = max(SMALLEST, min(_FILE_PIECES, budget // 2))
+        self.version: Version | None = None  # until the file is open
+        self._path, self._expected = path, expected
+        self._offset, self._stop = start, sys.maxsize if stop is None else stop
+        # Bytes per thread call; parsed data needs room besides the buffer.
+        self.at_once: int = max(_MIN_PIECE, min(_FILE_PIECES, budget // 2))
         self._length = min(_FILE_PIECE, self.at_once)
         self._buffer = memoryview(b"")
         self._file: Any = None
@@ -418,10 +415,10 @@ class FileBytes:
         return await self.use(lambda read: read())
 
     async def use(self, function: Callable[[Callable[[], Buffer]], T]) -> T:
-        """Return what ``function`` makes of the next pieces, in the same thread.
+        """Run ``function`` with a function that reads the next piece, in one thread.
 
-        Its argument reads one piece, which is valid until the next one is read. One
-        thread call is cheaper than one per piece, and pieces stay in that core's cache.
+        A piece is valid until the next is read. One thread call is cheaper than one per
+        piece, and keeps pieces in that core's cache.
         """
         await self.open()
         return await in_thread(function, self.read_here)
@@ -434,7 +431,7 @@ class FileBytes:
                 raise file_failure(self._path, error) from error
 
     def is_draining(self) -> bool:
-        return self.version is not None and self._at >= self._stop
+        return self.version is not None and self._offset >= self._stop
 
     async def aclose(self) -> None:
         if self._file is not None:
@@ -445,40 +442,40 @@ class FileBytes:
         # Unbuffered: large reads need no second copy.
         self._file = await aiofiles.open(self._path, "rb", buffering=0, opener=opener)
         version = version_of_file(self._file.fileno())
-        if self._at or self._known is not NOTHING:
-            self._known.check(self._path, version, self._at)
+        if self._offset or self._expected is not ANY_VERSION:
+            self._expected.check(self._path, version, self._offset)
         self.version, self._stop = version, min(version.size, self._stop)
-        if self._at:
-            await self._file.seek(self._at)
+        if self._offset:
+            await self._file.seek(self._offset)
 
     def read_here(self, cached: int = 0) -> Any:
-        """Return the next piece of the open file, which must be unchanged.
+        """Return the next piece of the open file, which must be unchanged. Blocks.
 
-        Without a thread it has at most so many ``cached`` bytes; None if that might
-        wait, for a disk or network.
+        With ``cached``, return at most so many bytes, without blocking: None unless
+        they are in the page cache.
         """
         assert self.version is not None
-        size, most = self.version.size, min(cached or self._length, self._length)
+        size, limit = self.version.size, min(cached or self._length, self._length)
         if not self._buffer:
-            # Not mapped: once the C library has freed a block of this size, it keeps as
-            # much for samples, which otherwise cost up to a page fault per 4 KB.
+            # Not mapped: malloc keeps a freed block of this size for samples, which
+            # otherwise cost up to a page fault per 4 KB.
             self._buffer = np.empty(min(_FILE_PIECES, size), np.uint8).data
-        wanted = min(most, max(0, self._stop - self._at))
-        # The file of aiofiles would use another thread.
+        count = min(limit, max(0, self._stop - self._offset))
+        # The methods of aiofiles' file would use another thread.
         file: int = self._file.fileno()
         try:
             read = _read_cached if cached else _read_into
-            length = read(file, self._buffer[:wanted]) if wanted else 0
+            length = read(file, self._buffer[:count]) if count else 0
             if length is None:
                 return None
-            now = version_of_file(file)
+            current = version_of_file(file)
         except OSError as error:
             raise file_failure(self._path, error) from error
-        self._at += length
-        if now != self.version:
-            raise changed(self._path, self.version, now)
-        if wanted and not length:
-            raise truncated(self._path, size, self._at, "")
+        self._offset += length
+        if current != self.version:
+            raise changed(self._path, self.version, current)
+        if count and not length:
+            raise truncated(self._path, size, self._offset, "")
         return self._buffer[:length]
 
 
@@ -487,25 +484,23 @@ def _read_into(file: int, buffer: memoryview) -> int:
 
 
 def _read_cached(file: int, buffer: memoryview) -> int | None:
-    """Read what is in the page cache; None if nothing is, or that cannot be known.
-
-    Linux 5.9 and 5.10 may return 0 before the end: then it is not known, either.
-    """
+    """Read from the page cache; None if nothing is there, or it cannot be checked."""
     try:
-        # -1: where the file is at
+        # -1: from the current position. Linux 5.9 and 5.10 may return 0 anywhere.
         return os.preadv(file, [buffer], -1, os.RWF_NOWAIT) or None
-    except (AttributeError, OSError):  # no Linux; a file system that may always wait
+    except (AttributeError, OSError):  # not Linux, or an unsupported file system
         return None
 
 
 def bounds(start: int, stop: int, size: int) -> tuple[int, int]:
+    """Resolve a negative start, and a stop of 0, against a size."""
     return max(0, start + size) if start < 0 else start, stop or size
 
 
 def read_local(
     path: str, start: int, stop: int, version: Version | None
 ) -> tuple[bytes, Version]:
-    """Return some bytes of a local file, and its version, as ``Places.part``."""
+    """Return a range of a local file, and its version, like ``Storage.part``."""
     try:
         with open(path, "rb", buffering=0, opener=opener) as file:
             current = version_of_file(file.fileno())
@@ -519,6 +514,7 @@ def read_local(
 
 
 def checked(data: bytes, expected: int, location: str) -> bytes:
+    """Return ``data``, or raise if it has not the ``expected`` length."""
     if len(data) != expected:
         raise truncated(
             location, expected, len(data), ": it was rewritten; start again"

@@ -1,14 +1,9 @@
 """A directory of immutable byte strings by key: a cache that processes share.
 
-Threads, workers and unrelated processes use one directory at once. An entry is one
-file, written next to its place and renamed when complete, so a reader sees all of it or
-nothing. Nothing is synced to disk: after a power cut an entry may be torn; its checksum
-shows that, and it counts as missing. Memory holds nothing.
-
-A process that has added 1/32 of the limit measures the directory, under a lock; where
-no other process does, only once the limit is reached. It then evicts the least recently
-used entries until 7/8 of the limit are left; others that want to measure wait
-meanwhile. Memory: 16 bytes an entry while it does.
+An entry is a file, renamed when complete, so readers see all of it or nothing. Nothing
+is synced to disk: an entry torn by a power cut fails its checksum, and counts as
+missing. A process that has added 1/32 of the limit (alone: all of it) scans the
+directory under a lock, and evicts the least recently used entries down to 7/8.
 """
 
 import contextlib
@@ -31,41 +26,40 @@ from typing_extensions import Buffer
 from aioloader._base.forks import fork_safe
 from aioloader._base.warnings import warn
 
-# Magic and format version, key's digest, length of the data; then the checksum of these
-# and of the data.
+# Magic and format version, digest of the key, length of the data; then the checksum of
+# these fields and the data.
 _FIELDS = struct.Struct("<8s32sQ")
 _CHECKSUM = struct.Struct("<I")
 _HEADER_BYTES = _FIELDS.size + _CHECKSUM.size
 _MAGIC = b"aiolc\r\n\1"
-# The format is part of the digest: other versions never find, or reject, our entries.
+# The format is part of the digest, so other versions never find these entries.
 _PERSON = b"aioloader 1"
-# Seconds within which uses count as one, and for which storing pauses.
-_TOUCH = _PAUSE = 60.0
-# Part of the limit that is added between two scans of one of several processes.
-_SHARE = 32
-# It is locked by the process that scans, and its time is that of the latest scan.
+# Seconds between updates of an entry's time of use; pause after a failed write.
+_TOUCH_SECONDS = _PAUSE_SECONDS = 60.0
+# Of several processes, each scans after adding this fraction of the limit.
+_SCAN_FRACTION = 32
+# Locked by the process that scans; its modification time is that of the latest scan.
 _SCAN_FILE = ".aioloader-scan"
 
 _FOLDER = re.compile(r"[0-9a-f]{2}")
 _ENTRY = re.compile(r"[0-9a-f]{62}")
 _TEMPORARY = re.compile(r"\.[0-9a-f]{62}\.(\d{1,9})\.[0-9a-f]{16}\.tmp")
-# The pid of a writer in another container is meaningless here: it gets this long.
-_YOUNG, _OLD = 60.0, 3600.0
+# Seconds after which a temporary file is removed: if its process is gone; in any case,
+# since a writer in another container has a meaningless pid here.
+_DEAD_AGE, _MAX_AGE = 60.0, 3600.0
 
 
 class CacheDir:
-    """Keep byte strings in a directory of limited size; evict the least recently used.
+    """Byte strings in a directory of limited size; the least recently used are evicted.
 
-    All methods block: call them in threads. An object may be pickled, and used by many
-    threads and by forked processes. The bytes of a key must never change. Keys are kept
-    as hashes only, because they may be signed URLs. The directory is created if
+    All methods block: call them in threads. Threads and forked processes may share an
+    object, and it may be pickled. The bytes of a key must never change. Only hashes of
+    keys are stored, because they may be signed URLs. The directory is created if
     missing; other files in it are left alone.
 
-    The limit is of the lengths of all files, each 52 bytes longer than its data. It may
-    be exceeded by 1/32 per process, and by entries being put. If storing fails (disk
-    full, no permission), there is one warning, and storing pauses for a minute.
-    Leftovers of killed writers are removed by the next scan that finds them a minute
-    old.
+    The limit counts the lengths of all files, each 52 bytes longer than its data. It
+    may be exceeded by 1/32 per process, and by entries being written. If a write fails
+    (disk full, no permission), there is one warning, and writes pause for a minute.
     """
 
     def __init__(self, directory: str | os.PathLike[str], max_bytes: int) -> None:
@@ -80,10 +74,7 @@ class CacheDir:
         self._scanned = -1  # time of the latest scan here
 
     def get(self, key: str) -> bytes | None:
-        """Return what was put under ``key``, or None.
-
-        A damaged entry is deleted and counts as missing.
-        """
+        """Return the data of ``key``, or None; a damaged entry is deleted."""
         digest = _digest(key)
         path = self._path(digest)
         try:
@@ -99,7 +90,7 @@ class CacheDir:
         return data
 
     def put(self, key: str, data: Buffer) -> None:
-        """Store ``data`` under ``key`` if possible; make room if needed."""
+        """Store ``data`` under ``key`` if possible; evict others if needed."""
         view = memoryview(data).cast("B")
         size = _HEADER_BYTES + len(view)
         if size > self.max_bytes or time.monotonic() < self._paused_until:
@@ -115,7 +106,7 @@ class CacheDir:
                 except FileNotFoundError:  # the directory was cleared meanwhile
                     _replace(path, header, view)
         except OSError as exc:
-            self._paused_until = time.monotonic() + _PAUSE
+            self._paused_until = time.monotonic() + _PAUSE_SECONDS
             self._warn("write", exc)
 
     def _path(self, digest: bytes) -> str:
@@ -140,63 +131,60 @@ class CacheDir:
         return f"CacheDir({self.directory!r}, max_bytes={self.max_bytes})"
 
     def _has_room(self, size: int) -> bool:
-        """Return whether ``size`` bytes may be added now, after a scan if it is due.
-
-        Threads of this process wait for each other: one scan serves them all.
-        """
-        share = max(size, self.max_bytes // _SHARE)
+        """Return whether ``size`` bytes may be added, after a scan if it is due."""
+        share = max(size, self.max_bytes // _SCAN_FRACTION)
         with self._lock:
-            if self._pid != os.getpid():  # what is left is the parent process's
+            if self._pid != os.getpid():  # forked: the room is the parent's
                 self._room, self._scanned, self._pid = 0, -1, os.getpid()
-            if self._latest() != self._scanned:  # by who does not know of more
+            if self._last_scan() != self._scanned:  # another process adds entries, too
                 self._room = min(self._room, share)
             if self._room < size:
-                with _alone(f"{self.directory}{os.sep}{_SCAN_FILE}") as file:
-                    is_alone = self._latest() == self._scanned
+                with _locked(f"{self.directory}{os.sep}{_SCAN_FILE}") as file:
+                    is_alone = self._last_scan() == self._scanned
                     free = self.max_bytes - self._scan(size)
                     os.utime(file, ns=(now := time.time_ns(), now))
-                self._scanned = self._latest()
+                self._scanned = self._last_scan()
                 self._room = free if is_alone else min(free, share)
             has_room = self._room >= size
             self._room -= size if has_room else 0
             return has_room
 
-    def _latest(self) -> int:
-        """Return when a process scanned last, in nanoseconds; 0: never."""
+    def _last_scan(self) -> int:
+        """Return the time of the latest scan of any process, in ns; 0: never."""
         try:
             return os.stat(f"{self.directory}{os.sep}{_SCAN_FILE}").st_mtime_ns  # noqa: PTH116
         except OSError:
             return 0
 
     def _scan(self, size: int) -> int:
-        """Measure the directory, evict the surplus, and return what is left."""
+        """Measure the directory, evict the surplus, and return the bytes stored."""
         sizes, times, now = array("q"), array("q"), time.time()
-        for file, found in self._files():
-            if _is_left_over(file.name, now - found.st_mtime):
+        for file, status in self._files():
+            if _is_left_over(file.name, now - status.st_mtime):
                 _remove(file.path)
             else:
-                sizes.append(found.st_size)
-                times.append(found.st_mtime_ns)
+                sizes.append(status.st_size)
+                times.append(status.st_mtime_ns)
         stored = sum(sizes)
         if stored + size <= self.max_bytes:
             return stored
         surplus = stored + size - max(size, self.max_bytes * 7 // 8)
         order = np.argsort(np.asarray(times), kind="stable")
         freed = np.cumsum(np.asarray(sizes)[order])
-        at = min(int(np.searchsorted(freed, surplus)), len(order) - 1)
-        last, gone = times[order[at]], 0
-        for file, found in self._files():
+        index = min(int(np.searchsorted(freed, surplus)), len(order) - 1)
+        last, gone = times[order[index]], 0
+        for file, status in self._files():
             if gone >= surplus:
                 break
-            if found.st_mtime_ns <= last and _ENTRY.fullmatch(file.name):
-                gone += found.st_size if _remove(file.path) else 0
+            if status.st_mtime_ns <= last and _ENTRY.fullmatch(file.name):
+                gone += status.st_size if _remove(file.path) else 0
         return stored - gone
 
     def _files(self) -> Iterator[tuple["os.DirEntry[str]", os.stat_result]]:
-        """Yield entries and temporary files, but those just deleted."""
-        for folder in _scanned(self.directory):
+        """Yield entries and temporary files, except those just deleted."""
+        for folder in _entries_of(self.directory):
             if _FOLDER.fullmatch(folder.name):
-                for file in _scanned(folder.path):
+                for file in _entries_of(folder.path):
                     if _ENTRY.fullmatch(file.name) or _TEMPORARY.fullmatch(file.name):
                         with contextlib.suppress(OSError):
                             yield file, file.stat(follow_symlinks=False)
@@ -209,19 +197,19 @@ def _digest(key: str) -> bytes:
 
 def _read(file: FileIO, digest: bytes) -> bytes | None:
     """Return the data of an open entry; None if it is damaged."""
-    found = os.fstat(file.fileno())
+    status = os.fstat(file.fileno())
     header = file.read(_HEADER_BYTES)
     if len(header) < _HEADER_BYTES:
         return None
-    magic, of, length = _FIELDS.unpack_from(header)
-    if (magic, of, length) != (_MAGIC, digest, found.st_size - _HEADER_BYTES):
+    magic, owner, length = _FIELDS.unpack_from(header)
+    if (magic, owner, length) != (_MAGIC, digest, status.st_size - _HEADER_BYTES):
         return None
     data = file.readall()
     checksum = zlib.crc32(data, zlib.crc32(header[: _FIELDS.size]))
     if checksum != _CHECKSUM.unpack_from(header, _FIELDS.size)[0]:
         return None
-    # A time in the future is a wrong clock.
-    if abs(time.time() - found.st_mtime) > _TOUCH:
+    # abs: by a wrong clock, the time may be in the future.
+    if abs(time.time() - status.st_mtime) > _TOUCH_SECONDS:
         with contextlib.suppress(OSError):
             os.utime(file.fileno())
     return data
@@ -230,7 +218,7 @@ def _read(file: FileIO, digest: bytes) -> bytes | None:
 def _replace(path: str, *parts: Buffer) -> None:
     """Write a file completely or not at all; its folder is created if missing."""
     folder, _, name = path.rpartition(os.sep)
-    # Process numbers repeat, across containers and after a restart.
+    # Random, because pids repeat across containers and after a restart.
     unique = f"{os.getpid()}.{os.urandom(8).hex()}"
     temporary = f"{folder}{os.sep}.{name}.{unique}.tmp"
     try:
@@ -251,37 +239,34 @@ def _replace(path: str, *parts: Buffer) -> None:
 
 
 def _remove(path: str) -> bool:
-    """Remove a file, if that is possible; open readers keep it."""
+    """Remove a file if possible; return whether it was removed."""
     with contextlib.suppress(OSError):
         os.unlink(path)  # noqa: PTH108  (half the time)
         return True
     return False
 
 
-def _scanned(folder: str) -> Iterator["os.DirEntry[str]"]:
+def _entries_of(folder: str) -> Iterator["os.DirEntry[str]"]:
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         yield from entries
 
 
 @contextlib.contextmanager
-def _alone(path: str) -> Iterator[int]:
-    """Open a file, created if missing, that no other process opens so meanwhile."""
+def _locked(path: str) -> Iterator[int]:
+    """Open and lock a file, created if missing; wait for other processes' locks."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         lock(file, "LOCK_EX")  # without locks two scans do no harm
         yield file
     finally:
-        # Closing it is not enough: a process forked meanwhile has it open, too.
+        # Unlock it: a process forked meanwhile may keep it open.
         lock(file, "LOCK_UN")
         os.close(file)
 
 
 def lock(file: int | BinaryIO, *flags: str) -> bool:
-    """Lock or unlock a file; return whether no other has locked it.
-
-    A lock ends with the process. ``flags`` are names of those of ``fcntl.flock``.
-    """
+    """Lock or unlock a file by ``fcntl.flock``; return False if another has it."""
     # Windows has no such module, and some file systems have no locks.
     with contextlib.suppress(ImportError, OSError):
         import fcntl  # noqa: PLC0415
@@ -294,10 +279,10 @@ def lock(file: int | BinaryIO, *flags: str) -> bool:
 
 
 def _is_left_over(name: str, age: float) -> bool:
-    found = _TEMPORARY.fullmatch(name)
-    if found is None or age < _YOUNG:
+    match = _TEMPORARY.fullmatch(name)
+    if match is None or age < _DEAD_AGE:
         return False
-    return age > _OLD or not _is_alive(int(found[1]))
+    return age > _MAX_AGE or not _is_alive(int(match[1]))
 
 
 def _is_alive(pid: int) -> bool:

@@ -1,10 +1,9 @@
-"""What is wrong with a shard: a failed request or read, or another version of it.
+"""Errors of reading shards, and checks that a shard is read at a single version.
 
-obstore dumps whole requests, with secrets. So only the type of an exception is passed
-on, with fixed phrases and numbers of its first line: the HTTP status, the system's
-error, the retries. The original is not chained, because a traceback would print it.
-A shard is read at one version: what a listing, a cut or a first answer has shown, the
-rest must agree with. A state holds the versions of the shards that are open in it.
+obstore's exceptions contain whole requests, with secrets. An error shows only their
+type, with fixed phrases and numbers from their first line (HTTP status, errno,
+retries); it is not chained to them, because a traceback would print them. A state holds
+the versions of the shards that are open in it.
 """
 
 import errno
@@ -31,21 +30,18 @@ from aioloader.errors import (
     TruncatedReadError,
 )
 
-# Phrases of obstore that are shown, as they hold nothing from outside.
+# Phrases of obstore that may be shown: they contain no data.
 _CUT, _NO_RANGES = "request or response body error", "Range request not supported"
 _NO_CONNECTION, _CIRCLE = "error sending request", "error following redirect"
 _NO_LENGTH = "Content-Length Header missing from response"
 _PHRASES = (_CUT, _NO_RANGES, _NO_CONNECTION, _CIRCLE, _NO_LENGTH)
-# Where virtual machines request credentials: AWS and Azure, Google.
+# Endpoints for the credentials of virtual machines: AWS and Azure, Google.
 _METADATA = ("/latest/api/token", "/metadata/identity", "computeMetadata", "IMDS")
 _EPOCH = datetime.fromtimestamp(0, UTC)
 
 # By name, so that this module does not import obstore.
-_REFUSALS = frozenset({"PermissionDeniedError", "UnauthenticatedError"})
-
-
-# Statuses of refused requests.
-_REFUSING = frozenset({400, 401, 403})
+_REFUSED_TYPES = frozenset({"PermissionDeniedError", "UnauthenticatedError"})
+_REFUSED_STATUSES = frozenset({400, 401, 403})
 
 
 class Version(NamedTuple):
@@ -53,9 +49,9 @@ class Version(NamedTuple):
 
     Attributes:
         size: Length of the whole object, in bytes.
-        e_tag: What changes with the bytes, if the server has it: an entity tag, or a
-            checksum. One that starts with ``W/`` is weak: not every change shows.
-        modified: Modification time, in seconds, if it is known.
+        e_tag: An entity tag or checksum, which changes with the bytes, if the server
+            has it. Tags that start with ``W/`` are weak: some changes keep them.
+        modified: Modification time, in seconds since the epoch, if known.
     """
 
     size: int
@@ -64,12 +60,12 @@ class Version(NamedTuple):
 
     @property
     def strong(self) -> str | None:
-        """The tag, if it identifies every byte: for conditional requests."""
+        """The tag if it is not weak, for conditional requests."""
         return None if (self.e_tag or "W/").startswith("W/") else self.e_tag
 
     @property
     def is_marked(self) -> bool:
-        """Whether a change of the bytes shows, besides a change of their number."""
+        """Whether a change of the bytes would show, even if the size stays."""
         return bool(self.e_tag) or self.modified is not None
 
     def is_of(self, other: "Version") -> bool:
@@ -81,17 +77,13 @@ class Version(NamedTuple):
                 return False
             if self.strong and other.strong:
                 return True
-        known = None not in {self.modified, other.modified}
-        return not known or self.modified == other.modified
+        are_dated = None not in {self.modified, other.modified}
+        return not are_dated or self.modified == other.modified
 
 
 @functools.lru_cache(maxsize=256)
 def saved(location: str, version: Version) -> Mapping[str, Any]:
-    """Return what a state holds of a version: its size and a stamp, in a few bytes.
-
-    The stamp consists of digests of the place and of what identifies the version
-    there: a copy elsewhere has another time, and often another tag.
-    """
+    """Return a version's entry in a state: its size, and a stamp for its location."""
     if not version.e_tag:
         if not version.modified:
             return {"size": version.size}
@@ -109,11 +101,11 @@ def _hash(text: str) -> str:
 
 
 class Piece(NamedTuple):
-    """A part of an object, and the version of the whole.
+    """A part of an object.
 
     Attributes:
         data: The bytes, in any buffer.
-        version: The version of the object that they are of.
+        version: The version of the object.
     """
 
     data: Buffer
@@ -121,11 +113,11 @@ class Piece(NamedTuple):
 
 
 class ExpectedVersion(NamedTuple):
-    """What is known of a shard before it is opened."""
+    """The version that an opened shard must have, as far as it is known."""
 
-    version: Version | None = None  # what was listed or cut in this iteration
-    size: int | None = None  # its length in the state
-    stamp: str | None = None  # its stamp in the state
+    version: Version | None = None  # as listed or cut in this iteration
+    size: int | None = None  # of the state
+    stamp: str | None = None  # of the state
 
     @classmethod
     def of(
@@ -133,42 +125,44 @@ class ExpectedVersion(NamedTuple):
     ) -> "ExpectedVersion":
         return cls(version, position.get("size"), position.get("stamp"))
 
-    def check(self, location: str, found: Version, start: int = 0) -> None:
-        if self.version is not None and not found.is_of(self.version):
-            raise changed(location, self.version, found)
-        now = saved(location, found).get("stamp", "") if self.stamp else ""
-        if self.size not in {None, found.size}:
-            what = f"it had {self.size:,} bytes and has {found.size:,}"
-        elif start > found.size:
-            what = f"it is to be read from byte {start:,} on and has {found.size:,}"
+    def check(self, location: str, current: Version, start: int = 0) -> None:
+        """Raise if a shard, to be read from ``start`` on, has another version."""
+        if self.version is not None and not current.is_of(self.version):
+            raise changed(location, self.version, current)
+        now = saved(location, current).get("stamp", "") if self.stamp else ""
+        if self.size not in {None, current.size}:
+            change = f"it had {self.size:,} bytes and has {current.size:,}"
+        elif start > current.size:
+            change = f"it is to be read from byte {start:,} on and has {current.size:,}"
         elif self.stamp and now[:9] == self.stamp[:9] and now != self.stamp:
-            what = (
-                f"it has {found.size:,} bytes as before, but another "
-                f"{_WORDS[now[8]]}; if it is a copy with the same contents, load the "
+            change = (
+                f"it has {current.size:,} bytes as before, but another "
+                f"{_MARKS[now[8]]}; if it is a copy with the same contents, load the "
                 "state with strict=False"
             )
         else:
             return
         raise ShardChangedError(
-            f"{location!r} has changed since the state was saved: {what}; resume with "
-            "the original shards, or start again",
+            f"{location!r} has changed since the state was saved: {change}; resume "
+            "with the original shards, or start again",
             location=location,
         )
 
 
-# Opened with it, a pipe does not wait for its other end.
+# Opening a pipe with this flag does not wait for its other end.
 NO_WAIT = getattr(os, "O_NONBLOCK", 0)
 _KINDS = {stat.S_IFIFO: "a pipe", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
-_WORDS = {"e": "ETag", "w": "ETag or date", "t": "modification time"}
-NOTHING = ExpectedVersion()
+_MARKS = {"e": "ETag", "w": "ETag or date", "t": "modification time"}
+ANY_VERSION = ExpectedVersion()
 
 
 def changed(location: str, before: Version, now: Version) -> DatasetError:
-    what = f"it had {before.size:,} bytes and has {now.size:,}"
+    """Return the error for a shard whose version changed while it was read."""
+    change = f"it had {before.size:,} bytes and has {now.size:,}"
     if before.size == now.size:
-        what = f"it has {now.size:,} bytes as before, but another ETag or date"
+        change = f"it has {now.size:,} bytes as before, but another ETag or date"
     text = (
-        f"{location!r} changed while being read: {what}; write shards under another "
+        f"{location!r} changed while being read: {change}; write shards under another "
         "name and rename them"
     )
     if now.size >= before.size:
@@ -179,7 +173,7 @@ def changed(location: str, before: Version, now: Version) -> DatasetError:
 
 
 def opener(path: str, flags: int) -> int:
-    """Open as ``open`` does; an OSError if the size is not how many bytes it has."""
+    """Open a file for ``open``; raise an OSError for pipes, devices and ``/proc``."""
     file = os.open(path, flags | NO_WAIT)
     try:
         facts = os.fstat(file)
@@ -205,7 +199,7 @@ def version_of_file(file: int | str) -> Version:
 
 
 class NoRangesError(DatasetError):
-    """A server gives objects only as a whole."""
+    """The server does not support ranges."""
 
 
 def no_ranges(location: str) -> NoRangesError:
@@ -217,45 +211,48 @@ def no_ranges(location: str) -> NoRangesError:
 
 
 class Reason:
-    """The parts of an obstore exception that may be shown, and what they mean."""
+    """The parts of an obstore exception that may be shown, and their meaning."""
 
     def __init__(self, exc: Exception) -> None:
         name = type(exc).__name__
-        # The server's body follows the status.
+        # After the status comes the server's body, which is not shown.
         line, _, status = str(exc).partition("\n")[0].partition("status code: ")
         self.status = _number(status)
         self.code = _number(line.partition("(os error ")[2])
         self.attempts = _number(line.partition(", after ")[2]) + 1
-        said = [name, *(phrase for phrase in _PHRASES if phrase in line)]
+        phrases = [name, *(phrase for phrase in _PHRASES if phrase in line)]
         if self.status:
-            said.append(f"HTTP {self.status} {responses.get(self.status, '')}".rstrip())
+            phrases.append(
+                f"HTTP {self.status} {responses.get(self.status, '')}".rstrip()
+            )
         elif self.code:
-            said.append(os.strerror(self.code))
+            phrases.append(os.strerror(self.code))
         ranges = line.partition("error: Requested ")[2]
         if ranges and not ranges.strip("0123456789., got"):
-            said.append(f"requested {ranges}")
-        self.text = ", ".join(said)
-        # If a server cannot send the rest, only that is reported.
-        self.is_cut_short = _CUT in said or _NO_RANGES in said
+            phrases.append(f"requested {ranges}")
+        self.text = ", ".join(phrases)
+        # A server that cannot send the rest reports only that.
+        self.is_cut_short = _CUT in phrases or _NO_RANGES in phrases
         is_past = self.status == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE
-        is_past |= "Wanted range starting" in line  # of memory; of a file:
+        # The texts of MemoryStore and LocalStore:
+        is_past |= "Wanted range starting" in line
         self.is_out_of_range = is_past or "Requested range was invalid" in line
         self.is_bad_key = name == "InvalidPathError" or "Could not parse path" in line
-        # There are no credentials: the machine's own were requested, as in a cloud.
+        # Without credentials, obstore requests those of a cloud's virtual machine.
         self.is_unauthorised = any(address in line for address in _METADATA)
-        self.has_no_length, self.is_circular = _NO_LENGTH in said, _CIRCLE in said
-        # "bytes 0-9/*" is right, but obstore needs the size.
+        self.has_no_length, self.is_circular = _NO_LENGTH in phrases, _CIRCLE in phrases
+        # "bytes 0-9/*" is valid, but obstore needs the size.
         self.has_no_total = "CONTENT_RANGE header" in line
-        self.is_unreachable = _NO_CONNECTION in said
+        self.is_unreachable = _NO_CONNECTION in phrases
 
 
 def _number(text: str) -> int:
-    """Return the number at the beginning of a text, or 0."""
+    """Return the number at the start of a text, or 0."""
     return int(text[: len(text) - len(text.lstrip("0123456789"))] or 0)
 
 
 def failure_of(verb: str, location: str, exc: Exception, url: str = "") -> DatasetError:
-    """Return the DatasetError for an obstore exception; ``url`` may be a signed one."""
+    """Return the DatasetError for an obstore exception; ``url`` may be signed."""
     reason = Reason(exc)
     kind = _kind_of(exc, reason)
     text = f"cannot {verb} {location!r}: {reason.text}"
@@ -268,7 +265,7 @@ def failure_of(verb: str, location: str, exc: Exception, url: str = "") -> Datas
             "segment, '.', '..', a control character or bytes that are not UTF-8: copy "
             "it to another key, or pass a file system of fsspec as store="
         )
-    elif reason.status in _REFUSING and (expired := _expired_at(url)):
+    elif reason.status in _REFUSED_STATUSES and (expired := _expired_at(url)):
         text += f"; the signed URL expired at {expired}; sign it again"
     elif reason.is_unauthorised:
         text += (
@@ -283,7 +280,7 @@ def failure_of(verb: str, location: str, exc: Exception, url: str = "") -> Datas
 
 
 def _advice(verb: str, location: str, kind: type[DatasetError], reason: Reason) -> str:
-    """Return what to do about a request that was understood, and not refused."""
+    """Return what the user can do about a failure, for the end of its message."""
     is_http = location.startswith("http")
     if kind is DatasetError and verb == "list" and is_http:
         return "; plain HTTP has no listing (except WebDAV), so pass keys= or list URLs"
@@ -307,7 +304,7 @@ def _advice(verb: str, location: str, kind: type[DatasetError], reason: Reason) 
 
 
 def _expired_at(url: str) -> datetime | None:
-    """Return when a signed URL expired, as its query says; None if it did not."""
+    """Return when a signed URL expired, by its query; None if it has not."""
     fields = {
         name.lower().removeprefix("x-amz-").removeprefix("x-goog-"): value
         for name, value in parse_qsl(url.partition("?")[2])
@@ -328,17 +325,19 @@ def _kind_of(exc: Exception, reason: Reason) -> type[DatasetError]:
     is_missing = reason.status == HTTPStatus.NOT_FOUND or reason.code == errno.ENOENT
     if is_missing or isinstance(exc, FileNotFoundError):
         return ObjectNotFoundError
-    is_refused = type(exc).__name__ in _REFUSALS or isinstance(exc, PermissionError)
+    is_refused = type(exc).__name__ in _REFUSED_TYPES or isinstance(
+        exc, PermissionError
+    )
     is_refused |= reason.status in {HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN}
     is_refused |= reason.code in {errno.EACCES, errno.EPERM}
     return ObjectPermissionError if is_refused else DatasetError
 
 
 def truncated(
-    location: str, expected: int, received: int, what: str = " announced"
+    location: str, expected: int, received: int, where: str = " announced"
 ) -> TruncatedReadError:
     return TruncatedReadError(
-        f"{location!r} gave {received:,} of {expected:,} bytes{what}",
+        f"{location!r} gave {received:,} of {expected:,} bytes{where}",
         location=location,
         expected=expected,
         received=received,

@@ -1,9 +1,8 @@
-"""File systems of fsspec as stores: SFTP, HDFS, and whatever else has one; ``hf://``.
+"""File systems of fsspec as stores, such as SFTP and HDFS, and ``hf://``.
 
-Their calls block, so they run in threads of their own. On the Hugging Face Hub a branch
-is pinned to the commit that it names at the first read, so all reads are of one
-version. The Hub's address is ``HF_ENDPOINT``, the token ``HF_TOKEN`` or that of the
-user's login.
+Their calls block, so they run in separate threads. On the Hugging Face Hub, the first
+read pins a branch to its commit. The Hub's address is ``HF_ENDPOINT``, the token
+``HF_TOKEN`` or that of the user's login.
 """
 
 import contextlib
@@ -29,23 +28,28 @@ from aioloader.datasets._stores.redact import (
     revealed,
     secret_options,
 )
-from aioloader.datasets._stores.sources import Sized, Store, failure_of_source, words_of
+from aioloader.datasets._stores.sources import (
+    PAGE_KEYS,
+    Sized,
+    Store,
+    failure_of_source,
+    words_of,
+)
 
 T = TypeVar("T")
 
 _HUB = "hf://"
 _new_threads = partial(ThreadPoolExecutor, 32, "aioloader-system")
-_PAGE = 1000
 _OPTIONS = {"endpoint", "token"}
-# Where file systems have an entity tag, and a time, in what they know of a file.
+# Keys of an entity tag, and of a time, in fsspec's info of a file.
 _TAGS = ("ETag", "etag", "e_tag", "blob_id", "md5Hash", "md5")
 _TIMES = ("mtime", "LastModified", "last_modified", "modified", "updated", "created")
 
 
 class FileSystemStore(Store):
-    """A file system; keys are paths in it."""
+    """A file system of fsspec; keys are paths in it."""
 
-    # Guards a system that several threads cannot use at once.
+    # For a system that is not thread-safe.
     _lock: Any = contextlib.nullcontext()
 
     def __init__(self, system: Any) -> None:
@@ -63,7 +67,7 @@ class FileSystemStore(Store):
         host = options.get("host", "")
         root = f"{host}/" if host else below.root_marker
         super().__init__(f"{kind}://{root}{folder}")
-        # The same place has the same name in every process.
+        # Equal file systems have equal hashes in every process.
         self.cache_name = f"{self.label} {hash(below)}" if kind != "memory" else None
         secret = ", ".join(secret_options(options))
         self._system: Any = Sealed(system, secret) if secret else system
@@ -75,15 +79,15 @@ class FileSystemStore(Store):
         return await self._run(self._get, key, start, stop)
 
     async def pages(self, prefix: str, after: str | None) -> AsyncIterator[Sized]:
-        found = await self._run(self._find, prefix)
-        found = [pair for pair in found if after is None or pair[0] > after]
-        for at in range(0, len(found), _PAGE):
-            yield found[at : at + _PAGE]
+        pairs = await self._run(self._find, prefix)
+        pairs = [pair for pair in pairs if after is None or pair[0] > after]
+        for start in range(0, len(pairs), PAGE_KEYS):
+            yield pairs[start : start + PAGE_KEYS]
 
     def failure(self, key: str, error: Exception, verb: str) -> Exception:
-        """Return what to raise; clients' messages may hold signed URLs."""
-        said = words_of(error)
-        return failure_of_source(verb, self.locate(key), error, said, self._hint)
+        """Return the exception to raise; texts of clients may hold signed URLs."""
+        words = words_of(error)
+        return failure_of_source(verb, self.locate(key), error, words, self._hint)
 
     _hint = ""
 
@@ -92,7 +96,7 @@ class FileSystemStore(Store):
 
     def _get(self, key: str, start: int, stop: int) -> Piece:
         with self._lock:
-            system, path = self._at(key)
+            system, path = self._resolve(key)
             info = system.info(path)
             if info["type"] == "directory":
                 raise IsADirectoryError
@@ -110,27 +114,27 @@ class FileSystemStore(Store):
 
     def _find(self, prefix: str) -> list[tuple[str, int]]:
         with self._lock:
-            system, path = self._at(prefix)
-            found = system.find(path, detail=True)
+            system, path = self._resolve(prefix)
+            infos = system.find(path, detail=True)
         start = len(system._strip_protocol(path).rstrip("/"))  # noqa: SLF001
         below = f"{prefix}/" if prefix else ""
         return sorted(
             (below + name[start:].lstrip("/"), info["size"])
-            for name, info in found.items()
+            for name, info in infos.items()
             if len(name) > start
         )
 
-    def _at(self, key: str) -> tuple[Any, str]:
+    def _resolve(self, key: str) -> tuple[Any, str]:
         system = revealed(self._system)
         return system, f"{system.root_marker}{key}"
 
     async def aclose(self, _seconds: float | None = None) -> None:
-        """End the threads, and drop what is remembered: it may be old."""
-        self._threads.drop()  # unused, they end
+        """Stop the threads, and drop cached listings."""
+        self._threads.drop()  # the threads end when the pool is collected
         self._forget()
 
     def _forget(self) -> None:
-        self._at("")[0].invalidate_cache()
+        self._resolve("")[0].invalidate_cache()
 
 
 class HubStore(FileSystemStore):
@@ -150,17 +154,17 @@ class HubStore(FileSystemStore):
         self._system: Any = None
         self._pinned: dict[str, str] = {}
         self._threads = PerLoop(_new_threads)
-        self._lock = fork_safe(threading.Lock())  # its cache is not thread-safe
+        self._lock = fork_safe(threading.Lock())  # HfFileSystem is not thread-safe
 
     def _forget(self) -> None:
         self._system, self._pinned = None, {}
 
-    def _at(self, key: str) -> tuple[Any, str]:
+    def _resolve(self, key: str) -> tuple[Any, str]:
         """Return the file system, and the path of a key at its branch's commit."""
         if self._system is None:
             from huggingface_hub import HfFileSystem  # noqa: PLC0415
 
-            # Not fsspec's shared instance: its listings are old.
+            # Not fsspec's shared instance: its listings may be old.
             self._system = HfFileSystem(skip_instance_cache=True, **self._access())
         system, pinned = self._system, self._pinned
         path = self.locate(key).removeprefix(_HUB)
@@ -180,7 +184,7 @@ class HubStore(FileSystemStore):
         return system, f"{pinned[root]}/{resolved.path_in_repo}".rstrip("/")
 
     def _access(self) -> dict[str, Any]:
-        # The Hub's client reads its variables only at import.
+        # The Hub's client reads environment variables only at import.
         endpoint = os.environ.get("HF_ENDPOINT", "").rstrip("/")
         return {
             **({"endpoint": endpoint} if endpoint else {}),
@@ -197,7 +201,7 @@ class HubStore(FileSystemStore):
 
 
 def _reads_ahead(system: Any) -> bool:
-    """Return whether a ranged read of a file system would open the file, buffered."""
+    """Return whether ``cat_file`` of a file system would open the file, buffered."""
     spec: Any = sys.modules["fsspec.spec"]
     plain: Any = spec.AbstractFileSystem.cat_file
     return getattr(type(system), "cat_file", plain) is plain

@@ -1,10 +1,9 @@
-"""Listings of a store: the keys in order, and their sizes.
+"""Listings of a store: the keys, sorted by code point, and their sizes.
 
-The keys are sorted by code point, because stores promise no order. Memory holds the
-whole listing twice, as arrays: page by page as it comes, and joined; for a moment as
-strings, if keys come in no order or folder markers are left out. A page is packed on
-the loop, in a millisecond; anything slower runs in a thread. If a request fails, pages
-already received are not requested again.
+Memory holds a listing as arrays, twice while pages are joined; as strings only while
+unordered keys are sorted or folder markers removed. A page is packed on the loop, in a
+millisecond; slower work runs in a thread. Received pages are not requested again after
+a failure.
 """
 
 from bisect import bisect_left
@@ -19,53 +18,43 @@ from aioloader.datasets._stores.names import NameTable
 from aioloader.datasets._stores.sources import USUAL, Requests, Store, Tries
 from aioloader.errors import DatasetError, ObjectNotFoundError
 
-# Empty keys of a listing that are looked up.
-_FEW = 1000
+# Empty keys of a listing that are looked up, at most.
+_MAX_EMPTY = 1000
 
 
 class Listing(Iterable[str]):
-    """Hold the keys of a store, sorted, and their sizes.
+    """The sorted keys of a store, and their sizes in bytes, as int64.
 
-    An empty object with keys below it is a console's folder marker, which obstore
-    cannot even read; it is left out, and ``list_async`` leaves out other markers.
-
-    Attributes:
-        keys: The keys, sorted.
-        sizes: Their sizes in bytes, shape ``(len(keys),)``, dtype int64.
+    Empty objects with keys below them are left out: consoles make them as folder
+    markers, and obstore cannot read them. ``list_async`` removes other markers.
     """
 
-    def __init__(self, found: Mapping[str, int]) -> None:
-        every = sorted(found)
-        kept = [
-            key
-            for at, key in enumerate(every)
-            if found[key] or not _is_folder(every, at)
-        ]
+    def __init__(self, sizes: Mapping[str, int]) -> None:
+        keys = sorted(sizes)
+        kept = [k for n, k in enumerate(keys) if sizes[k] or not _is_folder(keys, n)]
         self.keys = NameTable(kept)
-        self.sizes = np.fromiter((found[key] for key in kept), np.int64, len(kept))
+        self.sizes = np.fromiter((sizes[key] for key in kept), np.int64, len(kept))
 
     @classmethod
     def joined(cls, pages: "list[Listing]") -> "Listing":
-        """Return one listing of several, which are removed from the list, to be freed.
-
-        If they come in order, their arrays are concatenated.
-        """
-        found = [page for page in pages if page.keys]
+        """Join pages to one listing; clears ``pages``, to free memory early."""
+        parts = [page for page in pages if page.keys]
         pages.clear()
-        if any(one.keys[-1] >= other.keys[0] for one, other in pairwise(found)):
-            return cls(dict(chain.from_iterable(page.items() for page in found)))
+        if any(left.keys[-1] >= right.keys[0] for left, right in pairwise(parts)):
+            return cls(dict(chain.from_iterable(page.items() for page in parts)))
         whole = cls({})
-        whole.keys = NameTable.joined(page.keys for page in found)
-        whole.sizes = np.concatenate([whole.sizes, *(page.sizes for page in found)])
-        found.clear()
+        whole.keys = NameTable.joined(page.keys for page in parts)
+        whole.sizes = np.concatenate([whole.sizes, *(page.sizes for page in parts)])
+        parts.clear()
         empty = np.flatnonzero(whole.sizes == 0).tolist()
-        has_markers = any(_is_folder(whole.keys, at) for at in empty)
+        has_markers = any(_is_folder(whole.keys, index) for index in empty)
         return cls(dict(whole.items())) if has_markers else whole
 
     def size_of(self, key: str) -> int | None:
-        at = bisect_left(self.keys, key)
-        is_found = at < len(self.keys) and self.keys[at] == key
-        return int(self.sizes[at]) if is_found else None
+        """Return the size of a key in bytes; None if it is not listed."""
+        index = bisect_left(self.keys, key)
+        is_listed = index < len(self.keys) and self.keys[index] == key
+        return int(self.sizes[index]) if is_listed else None
 
     def items(self) -> Iterator[tuple[str, int]]:
         return zip(self.keys, map(int, self.sizes), strict=True)
@@ -74,29 +63,29 @@ class Listing(Iterable[str]):
         return iter(self.keys)
 
 
-def _is_folder(keys: Sequence[str], at: int) -> bool:
-    key = keys[at]
-    # Keys below it follow it directly; only then is a search worthwhile.
-    if key and not (at + 1 < len(keys) and keys[at + 1].startswith(key)):
+def _is_folder(keys: Sequence[str], index: int) -> bool:
+    """Return whether other keys are below the key at ``index`` of sorted ``keys``."""
+    key = keys[index]
+    # A quick check first: keys below it follow, after others with this prefix.
+    if key and not (index + 1 < len(keys) and keys[index + 1].startswith(key)):
         return False
     below = f"{key}/"
-    first = bisect_left(keys, below, at + 1)
+    first = bisect_left(keys, below, index + 1)
     return not key or (first < len(keys) and keys[first].startswith(below))
 
 
 async def list_async(store: Store, prefix: str, policy: Requests = USUAL) -> Listing:
     """List a store without blocking the event loop."""
     pages: list[Listing] = []
-    # Where it resumes after a failed request.
     stream: Any = None
-    last, is_ordered = "", True
+    last, is_ordered = "", True  # where to resume after a failed request
 
     async def add_page() -> bool:
-        """Add the next page; return whether there was one."""
+        """Add the next page; return whether there was a page."""
         nonlocal stream, last, is_ordered
         rest, stream = stream, None  # kept only after a good page
         if rest is None:
-            if not is_ordered:  # the missing keys may be any
+            if not is_ordered:  # any key may be missing: start again
                 pages.clear()
                 last, is_ordered = "", True
             rest = store.pages(prefix, last or None)
@@ -104,16 +93,16 @@ async def list_async(store: Store, prefix: str, policy: Requests = USUAL) -> Lis
         stream = rest
         if not page:
             return False
-        # The larger of an object and of a marker next to it; none of the prefix.
-        found = dict(sorted(page))
-        if found.get(prefix) == 0:
-            del found[prefix]
-        pages.append(Listing(found))
-        # The missing keys are those after the largest, if keys come in order. With
-        # folder markers they do not: the slash that sorts them is not in the key.
-        first = min((key for key in found if found[key]), default=last + "~")
+        # If an object and a marker share a key, the larger size wins.
+        sizes = dict(sorted(page))
+        if sizes.get(prefix) == 0:
+            del sizes[prefix]
+        pages.append(Listing(sizes))
+        # If keys come in order, those after the largest are missing. Folder markers
+        # may come out of order: the slash that sorts them is not in the key.
+        first = min((key for key in sizes if sizes[key]), default=last + "~")
         is_ordered &= last < first
-        last = max(found, default=last)
+        last = max(sizes, default=last)
         return True
 
     tries = Tries(policy)
@@ -135,22 +124,22 @@ async def list_async(store: Store, prefix: str, policy: Requests = USUAL) -> Lis
 
 
 async def _without_markers(listing: Listing, store: Store, tries: Tries) -> Listing:
-    """Leave out markers of folders with nothing below: no object has their name.
-
-    Only if there are few empty keys, since each costs a request.
-    """
-    empty = [listing.keys[at] for at in np.flatnonzero(listing.sizes == 0)[: _FEW + 1]]
-    if not empty or len(empty) > _FEW:
+    """Remove markers of empty folders, if few keys are empty: each is requested."""
+    indices = np.flatnonzero(listing.sizes == 0)[: _MAX_EMPTY + 1]
+    empty = [listing.keys[index] for index in indices]
+    if not empty or len(empty) > _MAX_EMPTY:
         return listing
 
-    async def is_there(key: str) -> bool:
+    async def exists(key: str) -> bool:
         try:
             await tries.make(lambda: store.ask(key, store.head(key)), store, key)
-        except DatasetError as error:  # reading it may say so too
+        except DatasetError as error:  # others recur when it is read
             return not isinstance(error, ObjectNotFoundError)
         return True
 
-    there = await each(is_there, empty)
-    markers = {key for key, is_key in zip(empty, there, strict=True) if not is_key}
+    are_objects = await each(exists, empty)
+    markers = {
+        key for key, is_key in zip(empty, are_objects, strict=True) if not is_key
+    }
     kept = {key: size for key, size in listing.items() if key not in markers}
     return Listing(kept) if markers else listing

@@ -1,7 +1,7 @@
-"""Names of many samples, kept in two buffers instead of a list of strings.
+"""Names of many samples in two buffers instead of a list of strings.
 
 A million paths of 40 characters take 48 MB instead of 97, pickle as two buffers, and
-are not copied page by page into forked workers by reference counts. Order is kept.
+have no reference counts that would copy pages into forked workers.
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,10 +17,7 @@ _CODEC = "utf-8", "surrogateescape"
 
 
 class NameTable(Sequence[str]):
-    """Hold an immutable sequence of strings in two arrays.
-
-    The table owns its arrays; each access decodes a name.
-    """
+    """An immutable sequence of strings in two arrays; each access decodes a name."""
 
     __slots__ = ("_blob", "_bytes", "_ends", "_offsets")
 
@@ -36,7 +33,7 @@ class NameTable(Sequence[str]):
 
     @classmethod
     def joined(cls, tables: Iterable["NameTable"]) -> "NameTable":
-        """Return the names of several tables, one table after the other."""
+        """Concatenate tables."""
         made = cls(())
         blobs, ends, size = [made._blob], [made._ends], 0
         for blob, its_ends in (table.__getstate__() for table in tables):
@@ -63,21 +60,20 @@ class NameTable(Sequence[str]):
     def __len__(self) -> int:
         return len(self._offsets) - 1
 
-    def __eq__(self, other: object) -> bool:
-        if isinstance(other, NameTable):
-            return np.array_equal(self._ends, other._ends) and np.array_equal(
-                self._blob, other._blob
+    def __eq__(self, names: object) -> bool:
+        if isinstance(names, NameTable):
+            return np.array_equal(self._ends, names._ends) and np.array_equal(
+                self._blob, names._blob
             )
-        if isinstance(other, (list, tuple)):
-            return list(self) == list(other)
+        if isinstance(names, (list, tuple)):
+            return list(self) == list(names)
         return NotImplemented
 
     __hash__: ClassVar[None] = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
-        shown = [repr(redact_key(name)) for name in self[:3]] + ["..."] * (
-            len(self) > 3
-        )
+        shown = [repr(redact_key(name)) for name in self[:3]]
+        shown += ["..."] if len(self) > 3 else []
         return f"<{len(self):,} names: {', '.join(shown) or 'none'}>"
 
     def __getstate__(self) -> tuple[Any, ...]:

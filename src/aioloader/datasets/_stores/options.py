@@ -1,8 +1,8 @@
-"""obstore: imported when needed, its stores made by options, its requests in flight.
+"""obstore: its import, checks of store options, and requests in flight.
 
-obstore rejects most unknown names without a hint, and values without a name; unknown
-names within ``retry_config`` it ignores. Its threads still need the interpreter for a
-moment after a request ended; if that is gone by then, the process crashes.
+obstore rejects most unknown names without a hint, and values without their name; it
+ignores unknown names within ``retry_config``. Its threads use the interpreter shortly
+after a request has ended: if that is finalized by then, the process crashes.
 """
 
 import asyncio
@@ -29,18 +29,18 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# How long obstore's threads may take to release a finished request: in practice 10 ms
-# for 200 cancelled at once.
-_LET_GO_SECONDS = 1.0
-# Sealed if some are secret.
+# Limit for obstore's threads to release finished requests: 10 ms for 200 in practice.
+_RELEASE_SECONDS = 1.0
+# Sealed if an option is secret.
 StoreOptions: TypeAlias = Mapping[str, Any] | Sealed[Mapping[str, Any]]
 
-_QUICK = {"max_retries": 2}
+_RETRY_CONFIG = {"max_retries": 2}
 _ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 
 
 def import_obstore() -> ModuleType:
-    if sys.modules.get("obstore.store") is None:  # each request asks for it
+    """Return obstore; called for each request, so it must be fast."""
+    if sys.modules.get("obstore.store") is None:
         imported("obstore.store", "objects", "object stores and HTTP need obstore")
     return sys.modules["obstore"]
 
@@ -52,21 +52,17 @@ def obstore_errors() -> tuple[type[Exception], ...]:
 
 
 class Flights:
-    """Tracks requests from their start until obstore's threads have released them.
-
-    All methods belong to the loop's thread.
-    """
+    """Tracks one loop's requests until obstore's threads have released them."""
 
     def __init__(self) -> None:
         self._open: set[asyncio.Future[Any]] = set()
         self._ended: deque[ref[asyncio.Future[Any]]] = deque(maxlen=4096)
 
     async def follow(self, request: Awaitable[T]) -> T:
-        """Await a request of obstore; cancelling stops the request itself.
+        """Await a request of obstore; cancellation stops the request itself.
 
-        obstore's threads may keep the request, and so its exception, until the next
-        call of obstore: a copy of it is raised, or the frames of its traceback would
-        live as long, and with them the iterator that awaits the batch.
+        Raises a copy of its exception: obstore's threads may keep the original until
+        their next call, and with its traceback the iterator that awaits the batch.
         """
         future = asyncio.ensure_future(request)
         self._open.add(future)
@@ -77,7 +73,7 @@ class Flights:
         finally:
             self._open.discard(future)
             self._ended.append(ref(future))
-            # A frame kept by a traceback must not look like a reference of a thread.
+            # References from frames of a traceback would count as a thread's.
             del future, request
         try:
             raise failure
@@ -87,29 +83,29 @@ class Flights:
     async def drain(self, seconds: float | None) -> None:
         """Wait until obstore has released all requests that ended."""
         if self._open and seconds is not None:
-            # Only the late ones: a variable for the others would keep references.
+            # No variable for the requests that are done: it would keep references.
             late = (await asyncio.wait(self._open, timeout=seconds))[1]
             while late:
                 (future := late.pop()).cancel()
                 self._ended.append(ref(future))
                 del future
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + _LET_GO_SECONDS
-        # Rust drops its reference as its last act under the interpreter lock. A
-        # callback from there would itself have to be waited for, so this polls.
-        while self._is_held() and loop.time() < deadline:  # noqa: ASYNC110
+        deadline = loop.time() + _RELEASE_SECONDS
+        # Poll: Rust drops its reference at the end of its last use of the GIL, where a
+        # callback would itself have to be waited for.
+        while self._are_held() and loop.time() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
         self._ended.clear()
 
-    def _is_held(self) -> bool:
+    def _are_held(self) -> bool:
         if self._ended:
-            # References dropped without the lock are subtracted in the next call.
+            # References dropped without the GIL are subtracted in the next call.
             import_obstore().Bytes()
         return any(future() is not None for future in self._ended)
 
 
 def hidden(options: Mapping[str, Any] | None) -> StoreOptions:
-    """Return a copy of options, with secrets hidden."""
+    """Return a copy of options, sealed if an option is secret."""
     given: Any = {} if options is None else options
     if not isinstance(given, Mapping) or not all(isinstance(n, str) for n in given):
         raise TypeError(
@@ -126,9 +122,9 @@ def check_no_options(path: str, options: StoreOptions) -> None:
 
 
 def open_store(url: str, label: str, options: Mapping[str, Any]) -> "ObjectStore":
-    if (text := _complaint(options)) is None:
+    if (text := _invalid_option(options)) is None:
         try:
-            return _made(url, options)
+            return _new_store(url, options)
         except obstore_errors() as exc:
             failure = failure_of("open", label, exc)
             text = None if Reason(exc).code else _hint(url, options, exc)
@@ -138,49 +134,45 @@ def open_store(url: str, label: str, options: Mapping[str, Any]) -> "ObjectStore
 
 
 def _hint(url: str, options: Mapping[str, Any], exc: Exception) -> str:
-    """Return what is wrong with options that obstore refuses."""
+    """Return a text that says what is wrong with options that obstore refused."""
     line, kind = str(exc).partition("\n")[0].rstrip("."), type(exc).__name__
     if kind == "UnknownConfigurationKeyError" or line.startswith("Invalid key"):
         name = line.partition("key: ")[2].split()[0].strip("'").lower()
-        near = difflib.get_close_matches(name, _names(), 1)
+        near = difflib.get_close_matches(name, _option_names(), 1)
         hint = "its options are in the documentation of obstore"
         return f"{line}: {f'did you mean {near[0]!r}?' if near else hint}"
     if "does not accept" in line:
         return (
             f"{line}; it accepts only the store_options client_options and retry_config"
         )
-    said = line.rpartition(": ")[2]
-    if "Missing" in said or "must be" in said:
-        return f"{said}: name it in store_options, or set it in the environment"
-    if (option := _culprit(url, options, exc)) is not None:
+    reason = line.rpartition(": ")[2]
+    if "Missing" in reason or "must be" in reason:
+        return f"{reason}: name it in store_options, or set it in the environment"
+    if (option := _refused_option(url, options, exc)) is not None:
         return f"it refuses the value of the store option {option!r} ({kind})"
     return f"{kind}; check its options"
 
 
-def _made(url: str, options: Mapping[str, Any]) -> "ObjectStore":
-    """Make a store.
-
-    Plain HTTP is allowed where an address uses it. User and password of a URL, which
-    obstore would not send, become the equivalent header.
-    """
+def _new_store(url: str, options: Mapping[str, Any]) -> "ObjectStore":
+    """Return a new store; credentials in an HTTP URL become a header."""
     stores, client = import_obstore().store, dict(options.get("client_options") or {})
     scheme, _, rest = url.partition("://")
     is_web = scheme.lower() in {"http", "https"}
     if any(address.startswith("http://") for address in _addresses(url, options)):
         client.setdefault("allow_http", True)
     user = re.split("[/?#]", rest, maxsplit=1)[0].rpartition("@")[0]
-    if not is_web:  # a key may have ? or #, but obstore parses a URL
+    if not is_web:  # a key may have ? or #, but obstore would parse them
         url = url.replace("#", "%23").replace("?", "%3F")
     elif user:
         token = base64.b64encode(unquote(user).encode()).decode()
         headers = {"authorization": f"Basic {token}"}
         client["default_headers"] = headers | (client.get("default_headers") or {})
         url = f"{scheme}://{rest[len(user) + 1 :]}"
-    # One loop retries, and counts its time and errors: `sources.Tries`.
-    prepared = {"retry_config": _QUICK, **options}
+    # A few quick retries of obstore; `sources.Tries` does the others.
+    prepared = {"retry_config": _RETRY_CONFIG, **options}
     if client:
         prepared["client_options"] = client
-    # A signed URL of S3, Google or Azure is read as is: their stores drop the query.
+    # Stores of S3, Google and Azure would drop the query of a signed URL.
     make = stores.HTTPStore if is_web and "?" in url else stores.from_url
     store: ObjectStore = make(url, **prepared)
     return store
@@ -196,8 +188,8 @@ def _addresses(url: str, options: Mapping[str, Any]) -> Iterator[str]:
         yield from (os.environ.get(name, "") for name in _ENDPOINT_VARIABLES)
 
 
-def _complaint(options: Mapping[str, Any]) -> str | None:
-    """Return what is wrong with options that obstore does not check."""
+def _invalid_option(options: Mapping[str, Any]) -> str | None:
+    """Return a text about the first option that obstore would misread, or None."""
     for name in (*options, *(options.get("config") or ())):
         if _is_of_client(name):
             return (
@@ -225,10 +217,7 @@ def _complaint(options: Mapping[str, Any]) -> str | None:
 
 
 def _is_of_client(name: str) -> bool:
-    """Return whether a name is an option of the HTTP client.
-
-    With one among its own options, a store of S3, Google or Azure panics.
-    """
+    """Return whether an option is the HTTP client's, on which stores panic."""
     try:
         import_obstore().store.S3Store(client_options={name: ""})
     except obstore_errors() as exc:
@@ -236,23 +225,25 @@ def _is_of_client(name: str) -> bool:
     return True
 
 
-def _names() -> list[str]:
-    """Return the names of options, which obstore lists only in its type stubs."""
+def _option_names() -> list[str]:
+    """Return the names of all options, from obstore's type stubs."""
     stubs = Path(import_obstore().__file__ or "").parent.glob("_store/*.pyi")
     text = "".join(stub.read_text("utf-8") for stub in sorted(stubs))
     return re.findall(r"(?m)^    (\w+): ", text)
 
 
-def _culprit(url: str, options: Mapping[str, Any], refusal: Exception) -> str | None:
-    """Return the option that is refused by itself, as all of them are, if any is."""
-    found = None
+def _refused_option(
+    url: str, options: Mapping[str, Any], refusal: Exception
+) -> str | None:
+    """Return the option that by itself causes the same refusal, or None."""
+    refused = None
     for name, value in options.items():
         inside = value.items() if isinstance(value, Mapping) else ()
-        alone = {f"{name}.{inner}": {inner: one} for inner, one in inside}
-        for path, one in {name: value, **alone}.items():
+        parts = {f"{name}.{inner}": {inner: part} for inner, part in inside}
+        for path, part in {name: value, **parts}.items():
             try:
-                _made(url, {name: one})
+                _new_store(url, {name: part})
             except Exception as exc:  # noqa: BLE001  (compared, and not raised)
                 if (type(exc), str(exc)) == (type(refusal), str(refusal)):
-                    found = path  # innermost last
-    return found
+                    refused = path  # innermost last
+    return refused

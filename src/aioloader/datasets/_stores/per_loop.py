@@ -1,4 +1,4 @@
-"""State that belongs to one event loop, and datasets that several loops may read."""
+"""Values that belong to one event loop, and datasets that several loops may read."""
 
 import asyncio
 from collections.abc import Callable
@@ -11,10 +11,7 @@ T = TypeVar("T")
 
 
 class PerLoop(Generic[T]):
-    """One value for each event loop, made at first use and dropped with the loop.
-
-    Pickles contain the factory, never the values.
-    """
+    """One value per event loop, made at first use; pickles hold only the factory."""
 
     def __init__(self, make: Callable[[], T]) -> None:
         self._make = make
@@ -29,7 +26,7 @@ class PerLoop(Generic[T]):
         return value
 
     def drop(self) -> None:
-        """Forget the value of the running loop."""
+        """Drop the running loop's value."""
         self._values.pop(asyncio.get_running_loop(), None)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -37,18 +34,18 @@ class PerLoop(Generic[T]):
 
 
 class LoopDataset(HasLifespan):
-    """A dataset with one reader for each event loop, which counts its ``users``.
+    """A dataset with one reader per event loop, which counts its ``users``.
 
-    As an async context manager it releases the loop's reader at the last exit; a loader
-    does this.
+    It is an async context manager, entered by loaders; the last exit on a loop releases
+    the loop's reader.
     """
 
-    # Without this, `for x in dataset` would never end: IndexError comes when awaited.
+    # Without this, `for x in dataset` would never end: items are awaitables.
     __iter__: ClassVar[None] = None
     _readers: PerLoop[Any]
 
     def lifespan(self) -> Self:
-        """Return itself, the context that a loader enters on each reading loop."""
+        """Return the dataset itself, which a loader enters on each reading loop."""
         return self
 
     async def __aenter__(self) -> Self:

@@ -1,7 +1,4 @@
-"""Decides which parts of a store's address and options may be shown or written.
-
-In doubt a part is secret: a name that sounds like a secret is one.
-"""
+"""Hide secrets in the URLs and options of stores; a suspicious name is a secret."""
 
 import pickle
 import re
@@ -17,7 +14,7 @@ _SECRET_NAME = re.compile(
     r"secret|passw|token|credential|signature|auth|cookie|bearer|private|"
     r"(^|_)sas(_|$)|access_key|(account|api|customer|encryption|master|shared)_key"
 )
-# Names that sound like one of the above and are not: files, addresses, switches.
+# Names that match the above and are harmless: files, addresses, switches.
 _HARMLESS_NAME = re.compile(
     r"_(file|uri|url|host|endpoint|provider|type|algorithm)$|"
     r"(?<!access_key)_id$|(^|_)(skip_signature|application_credentials)$"
@@ -31,10 +28,10 @@ _HARMLESS_HEADERS = frozenset({
 
 
 class _Hidden:
-    """What no repr shows, and no pickle holds but that for the loader's own workers."""
+    """A value hidden in reprs, and pickled only for the loader's own workers."""
 
     __slots__ = ()
-    what = OF_A_URL
+    label = OF_A_URL
 
     def __repr__(self) -> str:
         return "<hidden>"
@@ -44,52 +41,52 @@ class _Hidden:
 
     def __reduce__(self) -> Any:
         raise pickle.PicklingError(
-            f"a pickle would hold {self.what} in clear; set environment variables (of "
+            f"a pickle would hold {self.label} in clear; set environment variables (of "
             "PostgreSQL: PGPASSWORD or PGPASSFILE), or pass a credential_provider"
         )
 
 
 class Sealed(_Hidden, Generic[T]):
-    """A hidden value; attributes hold secrets in it. Equal by value."""
+    """A hidden value, for attributes with secrets; equal by value."""
 
-    __slots__ = ("value", "what")
+    __slots__ = ("label", "value")
 
-    def __init__(self, value: T, what: str) -> None:
+    def __init__(self, value: T, label: str) -> None:
         self.value: T = value
-        self.what: str = what
+        self.label: str = label
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sealed) and self.value == other.value
+    def __eq__(self, sealed: object) -> bool:
+        return isinstance(sealed, Sealed) and self.value == sealed.value
 
     def __hash__(self) -> int:
         return hash((Sealed, self.value))
 
 
 class SecretURL(_Hidden, str):
-    """A URL with a secret: a hidden string."""
+    """A URL with a secret."""
 
     __slots__ = ()
 
 
 def revealed(value: Any) -> Any:
-    """Return a value that may be hidden; do not keep it in an attribute."""
+    """Return the plain value of a possibly sealed one; keep it in no attribute."""
     return value.value if isinstance(value, Sealed) else value
 
 
-ONLY_TO_WORKERS[Sealed] = lambda one: (Sealed, (one.value, one.what))
+ONLY_TO_WORKERS[Sealed] = lambda sealed: (Sealed, (sealed.value, sealed.label))
 ONLY_TO_WORKERS[SecretURL] = lambda url: (SecretURL, (str(url),))
 
 
-def private(url: str) -> str:
+def seal_url(url: str) -> str:
+    """Return a URL as a ``SecretURL`` if it carries a secret."""
     return SecretURL(url) if carries_secret(url) else url
 
 
 def redact_url(url: str) -> str:
     """Return ``url`` without user, password, query and fragment.
 
-    The user part of an ``abfs://container@account`` address is its container and stays.
-    In a store that is not HTTP, names may have a ``#``; a ``?`` starts a query if a
-    ``=`` follows.
+    The user part of ``abfs://container@account`` is a container and stays. Except over
+    HTTP, a ``#`` is part of a name, and a ``?`` too unless a ``=`` follows.
     """
     scheme, _, rest = url.partition("://")
     if _is_web(scheme):
@@ -102,19 +99,19 @@ def redact_url(url: str) -> str:
 
 
 def redact_key(key: str) -> str:
-    """Return a key without a possible query of a signed URL."""
+    """Return a key without the query of a signed URL."""
     name, _, query = key.partition("?")
     return name if "=" in query else key
 
 
 def redact_text(text: str) -> str:
-    return _URL.sub(lambda found: redact_url(found[0]), text)
+    return _URL.sub(lambda match: redact_url(match[0]), text)
 
 
 def carries_secret(url: str) -> bool:
     """Return whether a URL has a user, a password, or a query (a signature)."""
-    scheme, found, rest = url.partition("://")
-    if not found or not ("@" in rest or "?" in rest or "#" in rest or "[" in rest):
+    scheme, separator, rest = url.partition("://")
+    if not separator or not ("@" in rest or "?" in rest or "#" in rest or "[" in rest):
         return False
     user = re.split("[/?#]", rest, maxsplit=1)[0].rpartition("@")[0]
     if user and not _is_container(scheme, user):
@@ -137,7 +134,7 @@ def _is_container(scheme: str, user: str) -> bool:
 
 
 def secret_options(options: Mapping[str, Any], path: str = "") -> Iterator[str]:
-    """Yield the dotted names of options that hold, or sound like, a secret."""
+    """Yield the dotted names of options with a secret, or with a suspicious name."""
     for name, value in options.items():
         where, plain = f"{path}{name}", str(name).lower().replace("-", "_")
         sounds = _SECRET_NAME.search(plain) and not _HARMLESS_NAME.search(plain)

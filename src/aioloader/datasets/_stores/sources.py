@@ -1,9 +1,8 @@
-"""Sources of bytes: what a user's store must do, how any store is asked, and retries.
+"""Stores of bytes: the public ``Source``, the base ``Store``, and retries of requests.
 
-``Store`` is what all readers use: a source together with what is known of its server,
-and the one judge of what it raises. Requests that fail are retried by cause, within a
-deadline, or sent twice. A timeout for each detects stalls, because a hanging connection
-raises no error.
+All readers use a ``Store``: it knows the state of its server, and alone classifies
+errors. Failed requests are retried by cause, within a deadline; slow ones may be sent
+twice. Each has a timeout, because a hanging connection raises no error.
 """
 
 import abc
@@ -40,11 +39,11 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Sized: TypeAlias = Iterable[tuple[str, int]]
 
-# Statuses that a retry will not change; 408 and 429 are worth one.
+# HTTP statuses that are not retried.
 FINAL = frozenset(range(400, 500)) - {408, 425, 429}
-_PAGE = 1000
-# An object of unknown size is read in two steps if it is longer.
-_FIRST = 1 << 20
+PAGE_KEYS = 1000
+# Bytes of the first request for an object of unknown size.
+_FIRST_BYTES = 1 << 20
 _DEFECTS = (
     ArithmeticError, AssertionError, AttributeError, ImportError, LookupError,
     MemoryError, NameError, RuntimeError, StopAsyncIteration, TypeError, ValueError,
@@ -52,20 +51,20 @@ _DEFECTS = (
 _LOG = logging.getLogger("aioloader")
 Attempt: TypeAlias = Callable[[], Coroutine[Any, Any, T]]
 
-# A second request is sent after the slowest twentieth of the latest durations.
-_REMEMBERED, _ENOUGH = 128, 20
-# Seconds of retries for a host to which no request could be sent so far.
-_PATIENCE = 5.0
+# Durations kept, and needed, to find those that exceed 95 % of them.
+_MAX_DURATIONS, _MIN_DURATIONS = 128, 20
+# Seconds of retries for a host that was never reached.
+_UNREACHED_SECONDS = 5.0
 _RETRYING = "%s; retrying for %g s (logged once for a store)"
 
 
 class Source(abc.ABC):
     """A store of your own, accepted wherever ``store=`` is.
 
-    Derive from it, and implement ``get``; ``list`` too, if names are looked up. Around
-    it are retries by ``Requests``, checks of lengths and versions, the cache, and
+    Derive from it, and implement ``get``; for patterns and listings also ``list``. The
+    library adds retries by ``Requests``, checks of lengths and versions, the cache, and
     reading ahead. Raise ``FileNotFoundError`` and ``PermissionError`` for errors that
-    waiting cannot fix. Any other ``OSError``, and what an HTTP client raises, is
+    retries cannot fix. Any other ``OSError``, and exceptions of HTTP clients, are
     retried; built-in exceptions that indicate a bug, such as ``TypeError``, are raised
     as they are.
 
@@ -73,8 +72,8 @@ class Source(abc.ABC):
     and secrets out of its state: read them from the environment.
 
     Attributes:
-        label: Its address, for messages, without secrets. It names the bytes in a
-            cache too: without one, nothing is cached.
+        label: Its address for messages, without secrets. It also names its bytes in a
+            cache: without a label, nothing is cached.
     """
 
     label: str = ""
@@ -83,14 +82,14 @@ class Source(abc.ABC):
     async def get(self, key: str, start: int, stop: int) -> Piece:
         """Return the bytes of an object from ``start`` to ``stop``, and its version.
 
-        Fewer at the end of the object, none beyond it. The caller owns the buffer.
+        Return fewer at the object's end, none beyond it. The caller owns the buffer.
         """
 
     def list(self, prefix: str) -> "AsyncIterable[tuple[str, int]] | Awaitable[Sized]":
         """Return keys that start with ``prefix``, and their sizes in bytes.
 
-        An async generator, or a coroutine that returns a list; in any order. Keys that
-        do not start with ``prefix`` are left out.
+        An async generator, or a coroutine that returns a list, in any order. Keys that
+        do not start with ``prefix`` are ignored.
         """
         raise NotImplementedError(
             f"{type(self).__name__} has no list(): name the shards one by one, or pass "
@@ -98,17 +97,17 @@ class Source(abc.ABC):
         )
 
     async def aclose(self) -> None:  # noqa: B027  (a default)
-        """Release what belongs to the running loop, such as idle connections.
+        """Release resources of the running loop, such as idle connections.
 
         Called after the last iteration on that loop; the source stays usable.
         """
 
 
 class Store(abc.ABC):
-    """One store: a source, and what is known of its server by all requests to it.
+    """A store, and the state of its server, which all requests share.
 
     Attributes:
-        cache_name: What names its bytes in a cache; None: they are not cached.
+        cache_name: The prefix of its keys in a cache; None: not cached.
         has_answered: Whether it ever answered, if only with an error.
         is_refusing: Whether it never did, and the latest request could not be sent.
         has_warned: Whether a retry was logged.
@@ -120,8 +119,8 @@ class Store(abc.ABC):
         self.has_answered = self.is_refusing = self.has_warned = False
 
     def locate(self, key: str) -> str:
-        """Return the address of ``key`` as it may be shown."""
-        # The query of a signed URL, passed as a key, may put no signature into the log.
+        """Return the address of ``key`` without secrets."""
+        # A key may be a signed URL, whose signature must not be logged.
         key, label = redact_key(key), self.label
         return f"{label}{'' if label.endswith('/') else '/'}{key}" if key else label
 
@@ -129,40 +128,40 @@ class Store(abc.ABC):
     async def get(
         self, key: str, start: int, stop: int, version: Version | None = None
     ) -> Piece:
-        """Return a range, at a version if the server knows that condition."""
+        """Return a range, at a version if the server supports that condition."""
 
     @abc.abstractmethod
     def pages(self, prefix: str, after: str | None) -> AsyncIterator[Sized]:
-        """Return pages of keys and sizes, perhaps those ``after`` a largest key."""
+        """Yield pages of keys and sizes; with ``after``, only of larger keys."""
 
     @abc.abstractmethod
     def failure(self, key: str, error: Exception, verb: str) -> Exception:
-        """Return what to raise for an exception: to be retried, or a refusal."""
+        """Return the exception to raise: a RefusedError if it is not to be retried."""
 
     async def head(self, _key: str) -> Version | None:
-        """Return the version of a listed key; fail if no object has that key."""
-        return None  # by default, all that is listed is an object
+        """Return the version of a listed key; raise if no object has that key."""
+        return None  # by default, each listed key is an object
 
     async def whole(self, key: str, size: int) -> "Bytes | bytes | memoryview":
-        """Return an object: a read-only buffer, owned by the caller."""
+        """Read an object: a read-only buffer, owned by the caller."""
         # One byte more than listed, to notice an object that has grown.
-        data, version = await self.get(key, 0, size + 1 if size else _FIRST)
+        data, version = await self.get(key, 0, size + 1 if size else _FIRST_BYTES)
         length = len(memoryview(data))
         if length < version.size:
-            rest, now = await self.get(key, length, version.size)
-            if now.is_of(version):
+            rest, current = await self.get(key, length, version.size)
+            if current.is_of(version):
                 data = b"".join((data, rest))
         if (length := len(memoryview(data))) != version.size:
             raise truncated(self.locate(key), version.size, length)
         return data if isinstance(data, bytes) else memoryview(data)
 
     async def ask(self, key: str, request: Awaitable[T], verb: str = "read") -> T:
-        """Return the result of a request, or raise what ``failure`` makes of errors."""
+        """Return the result of a request; raise errors as ``failure`` converts them."""
         try:
             return await request
         except RefusedError:
             raise
-        except Exception as exc:  # noqa: BLE001  (raised, as what it means)
+        except Exception as exc:  # noqa: BLE001  (converted, and raised)
             failure = self.failure(key, exc, verb)
         try:
             raise failure  # without a context, whose text may hold secrets
@@ -170,7 +169,7 @@ class Store(abc.ABC):
             del failure
 
     async def drain(self, seconds: float | None = None) -> None:  # noqa: B027
-        """Wait until nothing refers to this loop's requests any more."""
+        """Wait until this loop's requests have been released."""
 
     async def aclose(self, seconds: float | None = None) -> None:
         """Drain, then release idle connections; the store stays usable."""
@@ -178,6 +177,8 @@ class Store(abc.ABC):
 
 
 class OwnStore(Store):
+    """The store of a user's ``Source``."""
+
     def __init__(self, source: Source) -> None:
         label = str(source.label)
         if "://" in label:
@@ -205,16 +206,16 @@ class OwnStore(Store):
         )
 
     async def pages(self, prefix: str, after: str | None) -> AsyncIterator[Sized]:
-        """Return what the source lists; from its start, but only the missing pages."""
-        found: Any = self._source.list(prefix)
-        keys = aiter(found if hasattr(found, "__aiter__") else _each(await found))
+        """Yield the source's listing; it restarts, but skips keys up to ``after``."""
+        listed: Any = self._source.list(prefix)
+        keys = aiter(listed if hasattr(listed, "__aiter__") else _each(await listed))
         below, page = f"{prefix}/" if prefix else "", list[tuple[str, int]]()
         try:
             async for key, size in keys:
                 is_below = key == prefix or key.startswith(below)
                 if is_below and (after is None or key > after):
                     page.append((key, int(size)))
-                if len(page) >= _PAGE:
+                if len(page) >= PAGE_KEYS:
                     yield page
                     page = []
             if page:
@@ -224,16 +225,16 @@ class OwnStore(Store):
                 await close()
 
     def failure(self, key: str, error: Exception, verb: str) -> Exception:
-        """Return what to raise; its cause is the user's exception."""
+        """Return the exception to raise; its cause is the user's."""
         if is_defect(error):
             # A StopAsyncIteration would end the stream.
-            loud: Any = raisable(error, f"{type(self._source).__name__}.get()")
-            return loud  # type: ignore[no-any-return]
-        said = f"{type(error).__name__}: {redact_text(str(error))}".rstrip(": ")
-        failure = failure_of_source(verb, self.locate(key), error, said)
+            defect: Any = raisable(error, f"{type(self._source).__name__}.get()")
+            return defect  # type: ignore[no-any-return]
+        words = f"{type(error).__name__}: {redact_text(str(error))}".rstrip(": ")
+        failure = failure_of_source(verb, self.locate(key), error, words)
         raised = failure.error if isinstance(failure, RefusedError) else failure
         if raised is not error:
-            # Frames of its traceback would keep the user's iterator.
+            # The frames of its traceback would keep the user's iterator alive.
             raised.__cause__ = error.with_traceback(None)
         return failure
 
@@ -241,29 +242,29 @@ class OwnStore(Store):
         await self._source.aclose()
 
 
-async def _each(found: Sized) -> AsyncIterator[tuple[str, int]]:
-    for pair in found:
+async def _each(pairs: Sized) -> AsyncIterator[tuple[str, int]]:
+    for pair in pairs:
         yield pair
 
 
 def failure_of_source(
-    verb: str, location: str, error: Exception, said: str, hint: str = ""
+    verb: str, location: str, error: Exception, words: str, hint: str = ""
 ) -> Exception:
-    """Return what to raise for an exception of a client: to retry, or a refusal."""
+    """Return the exception to raise for one of a client; see ``Store.failure``."""
     if isinstance(error, DatasetError):
         is_final = isinstance(error, (FileNotFoundError, PermissionError))
         return RefusedError(error) if is_final else error
     kind = type(error).__name__
     if status := _status_of(error):
-        said = f"HTTP {status} ({kind})"
+        words = f"HTTP {status} ({kind})"
     is_missing = "NotFound" in kind or isinstance(error, FileNotFoundError)
     if not is_missing and (status in {401, 403} or isinstance(error, PermissionError)):
-        text = f"may not {verb} {location!r}: {said}"
+        text = f"may not {verb} {location!r}: {words}"
         return RefusedError(ObjectPermissionError(text, location=location))
     if status in {401, 404} or is_missing:
-        none = f"no such file: {location!r} ({kind if status else said}){hint}"
+        none = f"no such file: {location!r} ({kind if status else words}){hint}"
         return RefusedError(ObjectNotFoundError(none, location=location))
-    failure = DatasetError(f"cannot {verb} {location!r}: {said}", location=location)
+    failure = DatasetError(f"cannot {verb} {location!r}: {words}", location=location)
     if not status and _is_unreachable(error):
         return UnreachableError(failure)
     is_final = isinstance(error, IsADirectoryError) or is_defect(error)
@@ -271,23 +272,22 @@ def failure_of_source(
 
 
 def is_defect(error: Exception) -> bool:
-    """Return whether an exception means wrong code, and no request that failed."""
+    """Return whether an exception indicates a bug, not a failed request."""
     return isinstance(error, _DEFECTS) and not isinstance(error, (OSError, EOFError))
 
 
 def words_of(error: Exception) -> str:
-    """Return what may be shown of an exception whose text may hold secrets."""
+    """Return the type and errno of an exception, whose text may hold secrets."""
     code = getattr(error, "errno", None)
     reason = f": {os.strerror(code)}" if isinstance(code, int) else ""
     return f"{type(error).__name__}{reason}"
 
 
 def _status_of(error: Exception) -> int:
-    """Return the HTTP status in an exception of a client; 0 if there is none."""
-    answer = getattr(error, "response", None)
-    for one in (answer, error):
+    """Return the HTTP status in an exception of a client, or 0."""
+    for owner in (getattr(error, "response", None), error):
         for name in ("status_code", "status"):
-            if isinstance(status := getattr(one, name, None), int):
+            if isinstance(status := getattr(owner, name, None), int):
                 return status
     return 0
 
@@ -306,19 +306,19 @@ class Requests:
     """How a dataset treats requests that fail, stall or are slow.
 
     A request is retried after a delay uniform in ``[0, min(max_delay, base_delay *
-    2**n)]`` seconds, until ``deadline``; for 5 seconds if requests cannot be sent, and
-    the host never answered. obstore's own quick retries come first.
+    2**n)]`` seconds, until ``deadline``; for 5 seconds if the host was never reached.
+    obstore's own quick retries come first.
     Source: Brooker, "Exponential Backoff And Jitter" (AWS Architecture Blog, 2015);
     Dean and Barroso, "The Tail at Scale" (CACM 2013) for hedging.
 
     Attributes:
-        timeout: Seconds for one request; then it is cancelled and counts as failed.
+        timeout: Seconds for one request, after which it is cancelled and has failed.
         deadline: Seconds for one piece of data, including all retries.
         base_delay: Upper bound of the first delay, in seconds.
         max_delay: Upper bound of every delay, in seconds.
-        hedge: Whether a request that takes longer than 95 % of the latest ones is sent
-            a second time; the first answer counts. Costs up to 5 % more requests.
-            Never for a shard on a server without ranges, which is one response.
+        hedge: Whether to send a request again that takes longer than 95 % of the
+            latest; the first answer counts. Costs up to 5 % more requests. Does not
+            apply to servers without ranges.
     """
 
     timeout: float = 30.0
@@ -352,7 +352,7 @@ def policy_of(requests: Requests | None) -> Requests:
 
 
 class RefusedError(Exception):
-    """Wraps an error that waiting cannot cure, so that it is not retried."""
+    """Wraps an error that is not to be retried."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(error)
@@ -360,7 +360,7 @@ class RefusedError(Exception):
 
 
 class UnreachableError(RefusedError):
-    """A request could not be sent: retried only for seconds if none ever was."""
+    """Wraps the error of a request that could not be sent: retried for a while."""
 
     error: DatasetError
 
@@ -370,7 +370,7 @@ class Tries:
 
     def __init__(self, policy: Requests) -> None:
         self._policy = policy
-        self._seconds: deque[float] = deque(maxlen=_REMEMBERED)
+        self._durations: deque[float] = deque(maxlen=_MAX_DURATIONS)
 
     async def make(
         self,
@@ -384,13 +384,13 @@ class Tries:
     ) -> T:
         """Return the result of ``attempt``, retried until the deadline.
 
-        A ``DatasetError`` is retried; so is an ``UnreachableError``, for seconds only
-        if the server never answered; a ``RefusedError`` is not.
+        A ``DatasetError`` is retried, an ``UnreachableError`` for 5 seconds if the
+        server never answered, a ``RefusedError`` not at all.
 
         Args:
             attempt: Makes one request.
-            server: Who is asked.
-            key: What is asked for.
+            server: The store that receives it.
+            key: The key, for messages.
             began: Start of the deadline, by the loop's clock; default: now.
             sent: Attempts that failed before, since ``began``.
             may_hedge: Whether two attempts may run at once.
@@ -398,9 +398,9 @@ class Tries:
         policy, clock = self._policy, asyncio.get_running_loop().time
         attempt = partial(self._timed, attempt) if may_hedge else attempt
         began = clock() if began is None else began
-        failed = said = None
+        failed = answer = None
         result: T | DatasetError | TimeoutError | None = None
-        most, delays = policy.deadline, backoff(policy.base_delay, policy.max_delay)
+        limit, delays = policy.deadline, backoff(policy.base_delay, policy.max_delay)
         try:
             while True:
                 seconds = min(policy.timeout, began + policy.deadline - clock())
@@ -410,42 +410,42 @@ class Tries:
                 if not isinstance(result, (DatasetError, TimeoutError)):
                     return result
                 if isinstance(result, DatasetError):
-                    failed = said = result
-                elif said is None or seconds == policy.timeout:
-                    failed = _unanswered(server.locate(key), seconds, said)
-                else:  # cut short by the deadline: it says less than the one before
-                    failed = said
+                    failed = answer = result
+                elif answer is None or seconds == policy.timeout:
+                    failed = _unanswered(server.locate(key), seconds, answer)
+                else:  # cut short by the deadline: the previous error says more
+                    failed = answer
                 RETRIED[asyncio.current_task()] = failed
                 sent += failed.attempts
-                patience = _PATIENCE if server.is_refusing else math.inf
-                most = min(policy.deadline, patience)
+                patience = _UNREACHED_SECONDS if server.is_refusing else math.inf
+                limit = min(policy.deadline, patience)
                 delay = next(delays)
-                if clock() + delay >= began + most:
+                if clock() + delay >= began + limit:
                     break
                 if not server.has_warned:  # hundreds of requests may be in flight
                     server.has_warned = True
-                    _LOG.warning(_RETRYING, failed, most)
+                    _LOG.warning(_RETRYING, failed, limit)
                 await asyncio.sleep(delay)
             assert failed is not None
-            failed.args = (f"{failed}; given up after {most:g} s, {sent} attempts",)
+            failed.args = (f"{failed}; given up after {limit:g} s, {sent} attempts",)
             failed.attempts = sent
             raise failed
         finally:
             if failed is not None:
                 RETRIED.pop(asyncio.current_task(), None)
-            failed = said = result = None
+            failed = answer = result = None
 
     async def _timed(self, attempt: Attempt[T]) -> T:
         loop = asyncio.get_running_loop()
         began = loop.time()
-        hedges = self._policy.hedge and len(self._seconds) >= _ENOUGH
+        hedges = self._policy.hedge and len(self._durations) >= _MIN_DURATIONS
         result = await (self._hedged(attempt) if hedges else attempt())
-        self._seconds.append(loop.time() - began)
+        self._durations.append(loop.time() - began)
         return result
 
     async def _hedged(self, attempt: Attempt[T]) -> T:
         """Send a slow request again; return the first result, or the last error."""
-        delay = statistics.quantiles(self._seconds, n=20)[-1]
+        delay = statistics.quantiles(self._durations, n=20)[-1]
         waiting = {asyncio.create_task(attempt())}
         requests = set(waiting)
         try:
@@ -467,10 +467,7 @@ class Tries:
 async def _tried(
     attempt: Attempt[T], server: Store, seconds: float
 ) -> T | DatasetError | TimeoutError:
-    """Return the result of one attempt, or its error if a retry may help.
-
-    A TimeoutError if it takes too long: ``asyncio.timeout`` takes 4 to 8 us, this 2.
-    """
+    """Return the result of one attempt, or its error, which may be retried."""
     task, is_late = asyncio.current_task(), False
     assert task is not None
 
@@ -479,6 +476,7 @@ async def _tried(
         is_late = True
         task.cancel()
 
+    # This takes 2 us, `asyncio.timeout` 4 to 8.
     before = task.cancelling()
     timer = asyncio.get_running_loop().call_later(seconds, end)
     try:
@@ -495,7 +493,7 @@ async def _tried(
         server.has_answered, server.is_refusing = True, False
         if isinstance(failure, RefusedError):
             raise failure.error from failure.error.__cause__
-        # Its frames refer to it: such a cycle would keep the user's iterator.
+        # Its frames refer to it, a cycle that would keep the user's iterator alive.
         return failure.with_traceback(None)
     finally:
         timer.cancel()

@@ -1,8 +1,7 @@
-"""Opening addresses: paths and URLs to bytes, whatever the store.
+"""Storage: bytes, versions and sizes of addresses, on disk or in any store.
 
-Paths and ``file://`` are read from disk, all others by a store, one per bucket or host.
-Patterns are expanded: braces always, ``*`` and ``?`` by a listing. ``addresses``
-defines addresses and patterns.
+Paths and ``file://`` URLs are read from disk, other URLs by a store, one per bucket or
+host. Patterns are expanded: braces always, ``*``, ``?`` and ``[`` by a listing.
 """
 
 import contextlib
@@ -44,7 +43,7 @@ from aioloader.datasets._stores.bytes import (
 )
 from aioloader.datasets._stores.cache_dir import CacheDir
 from aioloader.datasets._stores.failures import (
-    NOTHING,
+    ANY_VERSION,
     ExpectedVersion,
     NoRangesError,
     Version,
@@ -63,16 +62,16 @@ Bytes: TypeAlias = FileBytes | ObjectBytes
 
 
 class SizedListing(list[Any]):
-    """Addresses, or shards, and their lengths where all of these were listed."""
+    """Addresses or shards, with all their lengths if a listing had them."""
 
     sizes: "list[int] | None" = None
 
 
 class Storage:
-    """Opens addresses, relative to a store if given; pickled without open stores.
+    """Opens addresses, or keys of ``store`` if given; pickled without open stores.
 
-    ``options`` are those of the stores that addresses name. ``addresses`` will be
-    opened: of paths alone no store and no client is made.
+    ``options`` are for the stores of URLs. ``addresses`` are those to be opened later:
+    if all are paths, no client is made.
     """
 
     def __init__(
@@ -84,27 +83,27 @@ class Storage:
         addresses: Sequence[Address] = (),
         unpack_bytes: int = UNPACK_BYTES,
     ) -> None:
-        self.kept_in = cache
+        self.cache = cache
         self.unpack_bytes = unpack_bytes
         self._options = options
         self._requests = requests
-        self._base: Store | None = None
+        self._store: Store | None = None
         self._folder = ""
         if isinstance(store, (str, os.PathLike)) and is_local(os.fspath(store)):
             self._folder = path_of(os.fspath(store))
             check_no_options(self._folder, options)
         elif store is not None:
-            self._base = store_of(store, options)
+            self._store = store_of(store, options)
         self._stores: dict[Address, Store] = {}
         self._per_loop: PerLoop[Client] | None = None
-        if self._base is not None or any("://" in one for one in addresses):
+        if self._store is not None or any("://" in address for address in addresses):
             self._per_loop = PerLoop(partial(Client, self._requests))
-        if self._base is None and (self._per_loop is not None or options):
+        if self._store is None and (self._per_loop is not None or options):
             self._check(addresses)
 
     def _check(self, addresses: Sequence[Address]) -> None:
-        """Check that the first address is valid, and the store accepts its options."""
-        remote = (one for one in addresses if not is_local(one))
+        """Check the first address, and that its store accepts the options."""
+        remote = (address for address in addresses if not is_local(address))
         first = next(remote, None) if self._options else addresses[0]
         if first is None:
             check_no_options(addresses[0], self._options)
@@ -117,51 +116,53 @@ class Storage:
 
     def cached(self, cache: CacheDir) -> Self:
         clone = copy.copy(self)
-        clone.kept_in = cache
+        clone.cache = cache
         return clone
 
     def elsewhere(self, address: Address) -> Self:
-        """Return what opens another address: no part of a store that was given."""
+        """Return the storage of an address outside of a given store, without cache."""
         options = self.options_of(address)
         return type(self)(None, options, self._requests, None, [address])
 
     def options_of(self, address: Address) -> StoreOptions:
-        """Return the options for the store of another address."""
+        """Return the options for the store of an address; none for a path."""
         return {} if is_local(address) else self._options
 
     def enter(self) -> None:
-        """Keep connections of this loop until ``aclose`` was called as often."""
+        """Keep this loop's connections open until a matching ``aclose``."""
         if self._per_loop is not None:
             self._per_loop.here().users += 1
 
     async def expand(self, patterns: Any) -> SizedListing:
-        """Return the addresses that ``patterns`` match: in order, sorted for a ``*``.
+        """Return the addresses that ``patterns`` match; those of a ``*`` are sorted.
 
-        An iteration begins with it, and ends with ``aclose``.
+        An iteration begins with this call, and ends with ``aclose``.
         """
         self.enter()
-        found = SizedListing()
+        addresses = SizedListing()
         for pattern in sealed(patterns):
             for address in braces(pattern) if "{" in pattern else [pattern]:
                 is_plain = not has_signs(address)
                 listed = (
-                    SizedListing([address]) if is_plain else await self._listed(address)
+                    SizedListing([address])
+                    if is_plain
+                    else await self._matches(address)
                 )
-                if not found:
-                    found = listed  # avoids copying a million of them
+                if not addresses:
+                    addresses = listed  # not copied: there may be a million
                     continue
-                found += listed
-                if found.sizes is None or listed.sizes is None:
-                    found.sizes = None
+                addresses += listed
+                if addresses.sizes is None or listed.sizes is None:
+                    addresses.sizes = None
                 else:
-                    found.sizes += listed.sizes
-        if not found:
+                    addresses.sizes += listed.sizes
+        if not addresses:
             raise ValueError("no shards: the list of addresses is empty")
-        return found
+        return addresses
 
-    async def _listed(self, address: Address) -> SizedListing:
-        """Return the matches of a pattern; an address that is none."""
-        store, root, pattern = self._base, None, address
+    async def _matches(self, address: Address) -> SizedListing:
+        """Return the addresses that match a pattern; a plain address matches itself."""
+        store, root, pattern = self._store, None, address
         if store is not None:
             pattern = address.removeprefix("/")
         elif is_local(address):
@@ -172,50 +173,51 @@ class Storage:
         else:
             return SizedListing([address])
         if store is None:
-            files, _ = await _looked(globbed, pattern, self._folder)
-            found = SizedListing(files)
+            files, _ = await _read_in_thread(globbed, pattern, self._folder)
+            matches = SizedListing(files)
         else:
             folder = folder_of(pattern)
             listing = await list_async(store, folder, self._requests)
             self._client().listings[root, folder] = listing
-            found = await in_thread(_matching, listing, pattern, root)
-        if not found:
+            matches = await in_thread(_matching_keys, listing, pattern, root)
+        if not matches:
             label = self.label(address)
             hint = "names that contain * ? [ are written as glob.escape() does it"
             folder = folder_of(label)
             is_path = store is None and has_signs(label)
-            if is_path and not await _looked(Path(folder or ".").is_dir):
+            if is_path and not await _read_in_thread(Path(folder or ".").is_dir):
                 hint = f"there is no directory {folder!r}"
             raise ValueError(f"no shard matches {label!r}; {hint}")
-        return found
+        return matches
 
     def label(self, address: Address) -> str:
+        """Return an address for messages, without secrets."""
         if (path := self.path(address)) is not None:
             return path
         store, key = self._store_of(address)
         return store.locate(key)
 
     def name(self, address: Address) -> str:
-        """Return a shard's name, redacted; its folders may be columns."""
-        return address if self._base is not None else name_of(address)
+        """Return a shard's name without secrets; its folders may be columns."""
+        return address if self._store is not None else name_of(address)
 
     def path(self, address: Address) -> str | None:
-        """Return the path of a local file, or None."""
-        if self._base is not None:
+        """Return the path of a local file; None for a remote object."""
+        if self._store is not None:
             return None
-        if "://" in address:  # of a million addresses most are plain paths
+        if "://" in address:  # checked first: plain paths are frequent
             if not is_local(address):
                 return None
             address = path_of(address)
         return os.path.join(self._folder, address)  # noqa: PTH118
 
     def _client(self) -> Client:
-        assert self._per_loop is not None  # there is a store
+        assert self._per_loop is not None  # callers have a store
         return self._per_loop.here()
 
     def _store_of(self, address: Address) -> tuple[Store, str]:
-        if self._base is not None:
-            return self._base, address
+        if self._store is not None:
+            return self._store, address
         root, key = split(address)
         if root not in self._stores:
             self._stores[root] = store_of(root, self._options)
@@ -226,23 +228,23 @@ class Storage:
         address: Address,
         start: int,
         budget: int,
-        known: ExpectedVersion = NOTHING,
+        expected: ExpectedVersion = ANY_VERSION,
         stop: int | None = None,
     ) -> Bytes:
-        """Return the bytes of a shard from ``start`` on; nothing is read yet."""
+        """Return the bytes of a shard from ``start`` on, without a request yet."""
         if (path := self.path(address)) is not None:
-            return FileBytes(path, start, budget, known, stop)
-        if known.version is None:
-            known = known._replace(version=self._as_listed(address))
-        return ObjectBytes(self.stored(address), start, budget, known, stop)
+            return FileBytes(path, start, budget, expected, stop)
+        if expected.version is None:
+            expected = expected._replace(version=self._listed_version(address))
+        return ObjectBytes(self.stored(address), start, budget, expected, stop)
 
     async def version(self, address: Address) -> Version:
         if (path := self.path(address)) is not None:
             try:
-                return await _looked(version_of_file, path)
+                return await _read_in_thread(version_of_file, path)
             except OSError as error:
                 raise file_failure(path, error) from error
-        return await self.stored(address).version(self._as_listed(address))
+        return await self.stored(address).version(self._listed_version(address))
 
     async def read(
         self, address: Address, start: int, stop: int, version: Version
@@ -256,12 +258,12 @@ class Storage:
         stop: int = 0,
         version: Version | None = None,
     ) -> tuple[bytes, Version]:
-        """Return a range of a file or object, and the version, checked if given.
+        """Return a range of a file or object, and its version, checked if given.
 
         A negative ``start`` counts from the end; a ``stop`` of 0 is the end.
         """
         if (path := self.path(address)) is not None:
-            return await _looked(read_local, path, start, stop, version)
+            return await _read_in_thread(read_local, path, start, stop, version)
         version = version or await self.version(address)
         start, stop = bounds(start, stop, version.size)
         data = b""
@@ -270,11 +272,7 @@ class Storage:
         return checked(data, stop - start, self.label(address)), version
 
     def check(self, address: Address, version: Version) -> None:
-        """Check that a local file is still of a version; blocks.
-
-        A file that was deleted while it is open is still there. Of an object, each
-        response is compared instead.
-        """
+        """Check that a local file is unchanged, or deleted while open. Blocks."""
         if (path := self.path(address)) is None:
             return
         try:
@@ -288,26 +286,29 @@ class Storage:
     async def sizes(
         self, addresses: Sequence[Address], *, must: bool
     ) -> list[int] | None:
-        """Return the lengths of shards, in bytes; None if some are unknown."""
+        """Return the lengths of shards, in bytes; None unless all are known.
+
+        With ``must``, objects that were not listed are requested.
+        """
         if isinstance(addresses, SizedListing) and addresses.sizes is not None:
             return addresses.sizes
-        found = await _looked(self._local_sizes, addresses)
-        if found is None and must:
+        sizes = await _read_in_thread(self._local_sizes, addresses)
+        if sizes is None and must:
             with contextlib.suppress(NoRangesError):
-                return [one.size for one in await each(self.version, addresses)]
-        return found
+                return [version.size for version in await each(self.version, addresses)]
+        return sizes
 
     def _local_sizes(self, addresses: Sequence[Address]) -> list[int] | None:
         try:
-            return [os.stat(self.path(one) or "").st_size for one in addresses]  # noqa: PTH116  (many)
+            return [os.stat(self.path(a) or "").st_size for a in addresses]  # noqa: PTH116  (many)
         except OSError:
-            return None  # remote, or missing, which reading it will tell
+            return None  # remote; or missing, an error when it is read
 
     def stored(self, address: Address) -> StoredObject:
-        """Return a remote object, whose ranges can be fetched on this loop."""
+        """Return a remote object, to be read on this loop."""
         store, key = self._store_of(address)
-        cache, name = self.kept_in, address
-        if self._base is not None:
+        cache, name = self.cache, address
+        if self._store is not None:
             name = f"{store.cache_name}\n{key}"
         if cache is not None and store.cache_name is None:
             if isinstance(store, OwnStore):
@@ -315,20 +316,20 @@ class Storage:
             cache = None
         return StoredObject(self._client(), store, key, cache, name)
 
-    def _as_listed(self, address: Address) -> Version | None:
+    def _listed_version(self, address: Address) -> Version | None:
         here = self._client()
         if not here.listings:
             return None
-        place = (None, address) if self._base is not None else split(address)
+        place = (None, address) if self._store is not None else split(address)
         return here.listed(*place)
 
     async def aclose(self) -> None:
-        """Wait for this loop's requests; the last user drops idle connections."""
+        """Wait for this loop's requests; with the last user, close its connections."""
         if self._per_loop is None:
             return
         here = self._client()
         here.users = max(0, here.users - 1)
-        for store in (self._base, *self._stores.values()):
+        for store in (self._store, *self._stores.values()):
             if store is not None:
                 await (store.drain() if here.users > 0 else store.aclose())
 
@@ -346,15 +347,19 @@ async def read_whole(source: Bytes) -> bytes:
     return b"".join(parts)
 
 
-# A file system may hang, and nothing depends on what only looks.
-_looked = partial(in_thread, abandon_on_cancel=True)
-
-# -- patterns, in a thread --------------------------------------------------------
+# Abandoned if cancelled: a file system may hang, and these calls change nothing.
+_read_in_thread = partial(in_thread, abandon_on_cancel=True)
 
 
-def _matching(listing: Listing, pattern: str, root: Address | None) -> SizedListing:
-    found = matching(listing, pattern)
-    made = SizedListing(found if root is None else [spell(root, key) for key in found])
-    every = listing.items()  # in the same order
-    made.sizes = [next(size for name, size in every if name == key) for key in found]
-    return made
+def _matching_keys(
+    listing: Listing, pattern: str, root: Address | None
+) -> SizedListing:
+    keys = matching(listing, pattern)
+    addresses = SizedListing(
+        keys if root is None else [spell(root, key) for key in keys]
+    )
+    items = listing.items()  # in the same order
+    addresses.sizes = [
+        next(size for name, size in items if name == key) for key in keys
+    ]
+    return addresses

@@ -1,8 +1,7 @@
-"""Object stores, by obstore: opened where they are used, asked, listed and read whole.
+"""Object stores of obstore: range requests, listings, and reads of whole objects.
 
-The process that uses a URL makes its store, at its first read; stores are never
-pickled. A pickle holds the URL and the options; if they hold secrets, only the one for
-the loader's own workers is made.
+Each process that uses a URL opens its store at the first read. A pickle holds the URL
+and the options; if these are secret, only the loader's own workers can get it.
 """
 
 import asyncio
@@ -47,6 +46,7 @@ from aioloader.datasets._stores.redact import (
 )
 from aioloader.datasets._stores.sources import (
     FINAL,
+    PAGE_KEYS,
     OwnStore,
     RefusedError,
     Sized,
@@ -62,19 +62,18 @@ if TYPE_CHECKING:
     from obstore import Bytes
     from obstore.store import ObjectStore
 
-_CHANGED = 412
-_PAGE = 1000
+_PRECONDITION_FAILED = 412
 _CHUNK = 1 << 20
-# Of what is compressed; others, such as "aws-chunked", may be left over in metadata.
+# Compressions; other codings, such as "aws-chunked", may be left over in metadata.
 _CODINGS = {"gzip", "x-gzip", "deflate", "br", "zstd"}
-_OTHERS = "; to read from others, pass a file system of fsspec or a Source as store="
+_HINT = "; to read from others, pass a file system of fsspec or a Source as store="
 # Endings of names whose objects may be HTML.
-_PAGES = {"html", "htm", "xhtml", "shtml", "php", "asp", "aspx", "jsp", "cgi"}
+_HTML_ENDINGS = {"html", "htm", "xhtml", "shtml", "php", "asp", "aspx", "jsp", "cgi"}
 
 
 def store_of(store: Any, options: StoreOptions) -> Store:
-    """Return what asks a store: a URL, a path, or an object that the caller owns."""
-    spec = sys.modules.get("fsspec.spec")  # imported where there is a file system
+    """Return the Store for a URL, a path, or an object that the user has made."""
+    spec = sys.modules.get("fsspec.spec")  # imported if there is a file system
     is_system = isinstance(store, getattr(spec, "AbstractFileSystem", ()))
     is_hub = isinstance(store, str) and store.startswith("hf://")
     if options and (is_system or isinstance(store, Source)):
@@ -90,7 +89,7 @@ def store_of(store: Any, options: StoreOptions) -> Store:
     return file_systems.FileSystemStore(store)
 
 
-# The process in which obstore's runtime, one per process, was started.
+# The process in which obstore's runtime was started.
 _STARTED_IN: list[int] = []
 
 
@@ -110,8 +109,7 @@ def _claim_runtime() -> None:
 class ObstoreStore(Store):
     """A store of obstore, opened once in each process that uses it."""
 
-    # Whether it refused no range of an object of known size.
-    _has_ranges = True
+    _has_ranges = True  # until it refuses a range of an object of known size
 
     def __init__(
         self, store: "Address | os.PathLike[str] | ObjectStore", options: StoreOptions
@@ -120,7 +118,7 @@ class ObstoreStore(Store):
         self._url: Address = ""
         self._given: ObjectStore | Sealed[ObjectStore] | None = None
         self._options = options
-        # The process that made it; sealed, because its repr shows a query.
+        # With the pid that made it; sealed, because its repr shows a query.
         self._made: tuple[int, Sealed[ObjectStore]] | None = None
         self._flights = PerLoop(Flights)
         if isinstance(store, (str, os.PathLike)):
@@ -131,7 +129,7 @@ class ObstoreStore(Store):
         elif not isinstance(store, get_args(obstore.store.ObjectStore)):
             kind = type(store).__name__
             raise TypeError(
-                f"store must be a URL, path or store of obstore, got {kind}{_OTHERS}"
+                f"store must be a URL, path or store of obstore, got {kind}{_HINT}"
             )
         elif options:
             raise _misplaced(store, options)
@@ -140,15 +138,14 @@ class ObstoreStore(Store):
             secret = ", ".join(_secrets_of(store))
             self._given = Sealed(store, secret) if secret else store
         super().__init__(label)
-        if label == "memory://":  # all such stores have this name
+        if label == "memory://":  # the same for all such stores
             self.cache_name: str | None = None
-        if options:  # are they accepted?
-            # A file missing here may exist where the dataset is read.
+        if options:  # check them now; a file may exist only where the dataset is read
             with contextlib.suppress(DatasetError):
                 self._made = os.getpid(), Sealed(self._make(), "")
 
     def _opened(self) -> "ObjectStore | None":
-        """Return the store, if there is one in this process."""
+        """Return the store if it is open in this process."""
         _claim_runtime()
         if (given := self._given) is not None:
             store: ObjectStore = revealed(given)
@@ -158,13 +155,13 @@ class ObstoreStore(Store):
 
     def open(self) -> "ObjectStore":
         if (store := self._opened()) is None:
-            # Threads may make two: the extra one dies with its request.
+            # Two threads may each make a store: one is dropped after its request.
             store = self._make()
             self._made = os.getpid(), Sealed(store, "")
         return store
 
     async def opened(self) -> "ObjectStore":
-        """Return the store, made in a thread, because making it reads files."""
+        """Return the store; open it in a thread, because that reads files."""
         if (store := self._opened()) is not None:
             return store
         try:
@@ -204,7 +201,7 @@ class ObstoreStore(Store):
         return {**self.__dict__, "_made": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # Not at the first read: that runs on an event loop, and an import reads files.
+        # Now: the first read is on an event loop, and an import reads files.
         import_obstore()
         self.__dict__.update(state)
 
@@ -228,58 +225,57 @@ class ObstoreStore(Store):
             reason = Reason(exc)
             if reason.is_cut_short or not reason.is_out_of_range:
                 raise
-        # It ends before the range: obstore does not report its size now.
+        # The object ends before the range; get its size, which the error lacks.
         now = (await self.get(key, 0, 1)).version if start else await self.head(key)
         return Piece(b"", now)
 
     async def head(self, key: str) -> Version:
-        """Return what a separate request says of an object that seems to be empty."""
+        """Return an object's version by a HEAD request."""
         obstore, store = import_obstore(), await self.opened()
         return version_of(await self.follow(obstore.head_async(store, key)))
 
     async def pages(self, prefix: str, after: str | None) -> AsyncIterator[Sized]:
-        # obstore adds a web server's path to what it lists, but not to what it reads.
+        # obstore adds a web server's path to keys that it lists, not to those it reads.
         root = _path_of_web(self.label)
         stream = import_obstore().list(
-            await self.opened(), prefix or None, offset=after, chunk_size=_PAGE
+            await self.opened(), prefix or None, offset=after, chunk_size=PAGE_KEYS
         )
         while page := await self.follow(anext(stream, None)):
             yield [(meta["path"].removeprefix(root), meta["size"]) for meta in page]
 
     def failure(self, key: str, error: Exception, verb: str) -> Exception:
-        """Return what to raise for an exception of obstore; others are returned.
+        """Return the exception to raise for one of obstore; return others unchanged.
 
-        A refused ``NoRangesError`` if the server gave a whole object for a range.
+        A refused ``NoRangesError`` if the server sent a whole object for a range.
         """
         if isinstance(error, DatasetError) or not isinstance(error, obstore_errors()):
             return error
         name, reason, location = type(error).__name__, Reason(error), self.locate(key)
         if name == "NotSupportedError" or reason.has_no_total:
             return RefusedError(no_ranges(location))
-        if name == "PreconditionError" or reason.status == _CHANGED:
+        if name == "PreconditionError" or reason.status == _PRECONDITION_FAILED:
             text = f"{location!r} changed while being read; write new shards instead"
             return RefusedError(DatasetError(text, location=location))
         failure = failure_of(verb, location, error, self._url)
-        # A wrong call stays wrong at the next try.
-        wrong = (ValueError, TypeError, NotImplementedError)
+        bugs = (ValueError, TypeError, NotImplementedError)
         is_final = isinstance(failure, (FileNotFoundError, PermissionError))
-        is_final |= isinstance(error, wrong) or reason.is_bad_key
+        is_final |= isinstance(error, bugs) or reason.is_bad_key
         is_final |= reason.has_no_length or reason.is_circular
         # Not every HTTP server has a listing.
-        has_none = verb == "list" and location.startswith("http")
-        is_final |= has_none and type(failure) is DatasetError
+        is_web_listing = verb == "list" and location.startswith("http")
+        is_final |= is_web_listing and type(failure) is DatasetError
         if is_final or reason.status in FINAL:
             return RefusedError(failure)
         return UnreachableError(failure) if reason.is_unreachable else failure
 
     async def whole(self, key: str, size: int) -> "Bytes":
-        """Return all of an object: by one ranged request if its size is known."""
+        """Read an object: by one ranged request if its size is known."""
         obstore, follow = import_obstore(), self.follow
         store = self._opened() or await self.opened()
         try:
             if size and self._has_ranges:
                 # One byte more than listed, to notice an object that has grown. This
-                # one step costs a quarter less CPU than ``get`` and ``bytes``.
+                # costs a quarter less CPU than ``get`` and ``bytes``.
                 body: Bytes = await follow(
                     obstore.get_range_async(store, key, start=0, end=size + 1)
                 )
@@ -292,7 +288,7 @@ class ObstoreStore(Store):
                 raise
         body = await self._announced(store, key)
         if not body or (size and len(body) != size):
-            # It is empty or has changed since the listing; or this is not the object.
+            # Empty, changed since the listing, or not the object.
             expected = (await self.head(key)).size
             if expected != len(body):
                 raise truncated(self.locate(key), expected, len(body))
@@ -309,27 +305,24 @@ class ObstoreStore(Store):
         except obstore.exceptions.GenericError as exc:
             if not Reason(exc).is_cut_short:
                 raise
-            # Once more, to find how far it gets.
+            # Read it again, to find out how many bytes arrive.
             whole, pieces = WholeObject(self, key, chunk=1), []
             while piece := (await whole.next()).data:
                 pieces.append(piece)
             return obstore.Bytes(b"".join(pieces))  # type: ignore[no-any-return]
-        # obstore itself accepts a body that ends early.
+        # obstore accepts a body that ends early.
         if len(body) != result.meta["size"]:
             raise truncated(self.locate(key), result.meta["size"], len(body))
         return body
 
     def check_coding(self, key: str, result: Any) -> None:
-        """Check that the bytes of a shard are its own, and not compressed for transfer.
-
-        A web server may say so of a name that ends in ``.gz``, which is unpacked.
-        """
+        """Check that an object is not compressed, unless its name says so."""
         coding = result.attributes.get("Content-Encoding")
         if coding in _CODINGS and unpacker_of(location := self.locate(key)) is None:
             raise RefusedError(compressed(location, coding))
 
     def check_page(self, key: str, result: Any) -> None:
-        """Check that an answer is no web page in place of the object."""
+        """Check that a response is not a web page in place of the object."""
         kind = str(result.attributes.get("Content-Type", ""))
         if "text/html" not in kind.lower():
             return
@@ -337,7 +330,7 @@ class ObstoreStore(Store):
         _, dot, ending = location.rpartition("/")[2].lower().rpartition(".")
         has_tag = version_of(result.meta)[1:] != (None, None)
         is_web = location.startswith("http")
-        if ending in _PAGES or (has_tag and not (dot and is_web)):
+        if ending in _HTML_ENDINGS or (has_tag and not (dot and is_web)):
             return
         raise DatasetError(
             f"{location!r}: the answer is a web page ({kind}, {result.meta['size']:,} "
@@ -347,11 +340,7 @@ class ObstoreStore(Store):
 
 
 class WholeObject:
-    """An object read from its first byte on, from a server without ranges.
-
-    If the response breaks off, it is requested again, and the bytes returned are
-    skipped.
-    """
+    """Streams an object from a server without ranges; a retry skips known bytes."""
 
     def __init__(
         self,
@@ -363,41 +352,44 @@ class WholeObject:
         self._store, self._key, self._tries = store, key, tries
         self._chunk = chunk
         self._version: Version | None = None
-        self._given = self._sent = 0  # bytes; requests of this piece
+        self._returned = 0  # bytes
+        self._requests = 0  # for the next piece
         self._stream: Any = None
-        self._at = 0
+        self._received = 0  # bytes of this response
 
     async def read(self) -> Piece:
         """Return the next piece; an empty one at the end."""
         store, began = self._store, asyncio.get_running_loop().time()
         assert self._tries is not None
         make = partial(self._tries.make, server=store, key=self._key, began=began)
-        self._sent = 0
+        self._requests = 0
         while True:
             attempt = lambda: store.ask(self._key, self.next())  # noqa: E731
-            piece = await make(attempt, sent=self._sent, may_hedge=False)
+            piece = await make(attempt, sent=self._requests, may_hedge=False)
             data = memoryview(piece.data)
-            if not data and not self._given:  # an answer that says it is empty
-                found = await make(lambda: store.ask(self._key, store.head(self._key)))
-                if found.size:
-                    raise truncated(store.locate(self._key), found.size, 0)
-            fresh = data[max(0, self._given - (self._at - len(data))) :]
+            if not data and not self._returned:  # is it really empty?
+                current = await make(
+                    lambda: store.ask(self._key, store.head(self._key))
+                )
+                if current.size:
+                    raise truncated(store.locate(self._key), current.size, 0)
+            fresh = data[max(0, self._returned - (self._received - len(data))) :]
             if fresh or not data:
-                self._given += len(fresh)
+                self._returned += len(fresh)
                 return Piece(fresh, piece.version)
 
     async def next(self) -> Piece:
-        """Return the next chunk of this response, or the first of a new one."""
+        """Return the next chunk of the response, or the first of a new response."""
         obstore, follow = import_obstore(), self._store.follow
         location = self._store.locate(self._key)
         stream, self._stream = self._stream, None  # kept only after a good read
         if stream is None:
             store = await self._store.opened()
-            self._sent += 1
+            self._requests += 1
             result = await follow(obstore.get_async(store, self._key))
             self._store.check_page(self._key, result)
             self._store.check_coding(self._key, result)
-            version, self._at = version_of(result.meta), 0
+            version, self._received = version_of(result.meta), 0
             self._version = self._version or version
             if not version.is_of(self._version):
                 del result  # a traceback would keep its connection open
@@ -411,10 +403,10 @@ class WholeObject:
                 raise
             chunk = b""
         assert self._version is not None
-        self._at += len(chunk)
-        if not chunk and self._at != self._version.size:
+        self._received += len(chunk)
+        if not chunk and self._received != self._version.size:
             del stream  # as above
-            raise truncated(location, self._version.size, self._at)
+            raise truncated(location, self._version.size, self._received)
         self._stream = stream
         return Piece(chunk, self._version)
 
@@ -434,7 +426,7 @@ def _secrets_of(store: "ObjectStore") -> Iterator[str]:
 
 
 def _label_of_url(address: Address) -> str:
-    """Return a URL as it may be shown; if it is of no known kind, raise ValueError."""
+    """Return a URL without secrets; a ValueError if its scheme is unknown."""
     if is_local(address):
         return path_of(address)
     label = redact_url(address)
@@ -446,7 +438,7 @@ def _label_of_url(address: Address) -> str:
         return "memory://" if label == "memory:" else label
     raise ValueError(
         f"no object store is known for the URL {label!r}; known are s3, gs, az, abfss, "
-        f"https, http, file and memory{_OTHERS}"
+        f"https, http, file and memory{_HINT}"
     )
 
 
@@ -468,7 +460,7 @@ def _label_of_store(store: "ObjectStore") -> str:
 
 
 def _path_of_web(label: str) -> str:
-    """Return the path in a web server's URL, as it is in the keys that it lists."""
+    """Return the path in a web server's URL, the prefix of keys that it lists."""
     if not label.startswith(("http://", "https://")) or label.count("/") < 3:
         return ""
     path = unquote(label.split("/", 3)[3]).strip("/")
@@ -476,7 +468,7 @@ def _path_of_web(label: str) -> str:
 
 
 def _is_same(meta: Any, known: Version) -> bool:
-    """Tell quickly whether an answer is of a known version."""
+    """Return whether a response has a known version; a quick check by its tag."""
     tag = known.strong
     return tag is not None and tag == meta["e_tag"] and known.size == meta["size"]
 

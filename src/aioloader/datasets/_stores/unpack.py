@@ -1,7 +1,4 @@
-"""Compressed shards, decompressed in bounded pieces.
-
-Whatever the compression ratio, about two pieces at most are unpacked ahead.
-"""
+"""Decompress shards in bounded pieces, whatever the compression ratio."""
 
 import contextlib
 import importlib
@@ -16,12 +13,11 @@ from aioloader.errors import DatasetError, TruncatedReadError
 
 _PIECE = 1 << 19
 
-# Unpacked pieces; or None, for which the next packed piece is sent: an empty one at the
-# end; None if it is not there yet.
+# Yields unpacked pieces, or None to receive the next packed piece: an empty one at the
+# end, None if it has not arrived yet.
 Unpacking: TypeAlias = Generator[bytes | None, Buffer | None, None]
-# One way of packing: the module that unpacks; packed bytes for each call; most bytes
-# that a call may return, if it accepts a limit. zstandard does not: in the worst case
-# 128 KB for four bytes, so 32 MB here.
+# The module that unpacks; packed bytes per call; the most bytes that a call returns, if
+# it accepts a limit. zstandard does not: 1 KB may unpack to 32 MB.
 _Packing: TypeAlias = tuple[str, int, tuple[int, ...]]
 _BY_ENDING: dict[str, _Packing] = {
     **dict.fromkeys(("gz", "tgz"), ("zlib", 1 << 16, (_PIECE,))),
@@ -29,18 +25,14 @@ _BY_ENDING: dict[str, _Packing] = {
     **dict.fromkeys(("bz2", "tbz2"), ("bz2", 1 << 16, (_PIECE,))),
     **dict.fromkeys(("xz", "txz"), ("lzma", 1 << 16, (_PIECE,))),
 }
-# That of the largest preset of xz is 65 MB, and some more.
+# Default limit of memory; the largest preset of xz needs 65 MB.
 UNPACK_BYTES = 1 << 27
-# Most that any format may need.
-_LARGEST = 33
+# Bits of the most memory that any format may need.
+_MAX_BITS = 33
 
 
 def unpacker_of(name: str) -> Callable[[str, int], Unpacking] | None:
-    """Return what unpacks a shard of this name, or None if it is not packed.
-
-    It takes the shard's redacted address, for errors, and how many bytes of memory it
-    may use; it raises an ImportError.
-    """
+    """Return a function (label, memory limit) that unpacks such shards, or None."""
     packing = _BY_ENDING.get(name.rpartition(".")[2].lower())
     return packing and (
         lambda location, most: _unpack(_Members(packing, most), location)
@@ -48,8 +40,8 @@ def unpacker_of(name: str) -> Callable[[str, int], Unpacking] | None:
 
 
 def _unpack(members: "_Members", location: str) -> Unpacking:
-    """Unpack a shard, or raise a DatasetError that says where it is damaged or cut."""
-    received = given = 0
+    """Unpack a shard; a DatasetError says where it is damaged or ends early."""
+    received = unpacked = 0
     while True:
         packed: Buffer | None = None
         while packed is None:
@@ -62,20 +54,20 @@ def _unpack(members: "_Members", location: str) -> Unpacking:
         try:
             for data in members.unpack(rest):
                 parts.append(data)
-                given += len(data)
+                unpacked += len(data)
                 if sum(map(len, parts)) >= _PIECE:
                     yield b"".join(parts)
                     parts.clear()
-        except Exception as error:  # noqa: BLE001  (raised after what came before it)
+        except Exception as error:  # noqa: BLE001  (raised after the good bytes)
             failure = error
         if any(parts):
             yield b"".join(parts)
         if failure is not None:
-            raise members.error(failure, location, given) from failure
+            raise members.error(failure, location, unpacked) from failure
     inner = members.inner  # at least one member, and all complete
     if inner is None or not inner.eof:
         raise TruncatedReadError(
-            f"{location!r} ends within its packed data, after byte {given:,} of its "
+            f"{location!r} ends within its packed data, after byte {unpacked:,} of its "
             f"contents: it was cut short at {received:,} bytes; write or "
             "download it again",
             location=location,
@@ -84,7 +76,7 @@ def _unpack(members: "_Members", location: str) -> Unpacking:
 
 
 class _Members:
-    """Unpacks members, which follow each other; zeros between them are padding."""
+    """Unpacks a sequence of gzip members or frames; zeros between them are padding."""
 
     def __init__(self, packing: _Packing, most: int) -> None:
         module, self._length, self._limit = packing
@@ -93,7 +85,7 @@ class _Members:
         self._head = b""  # of this member
 
     def unpack(self, packed: memoryview) -> Iterator[bytes]:
-        """Yield what packed bytes hold, in bounded parts."""
+        """Unpack bytes, in bounded parts."""
         for start in range(0, len(packed), self._length):
             part, is_full = bytes(packed[start : start + self._length]), False
             while part or is_full:
@@ -110,11 +102,10 @@ class _Members:
                 part = part or self.inner.unused_data
                 yield data
 
-    def error(self, failure: Exception, location: str, given: int) -> DatasetError:
-        # Whether it needs more memory, and a power of two that suffices: lzma does not
-        # say how much it is.
-        is_large = "memory" in str(failure).lower()
-        for bits in range(self._most.bit_length(), _LARGEST) if is_large else ():
+    def error(self, failure: Exception, location: str, unpacked: int) -> DatasetError:
+        # Find a power of two that suffices: lzma does not report the memory it needs.
+        is_memory = "memory" in str(failure).lower()
+        for bits in range(self._most.bit_length(), _MAX_BITS) if is_memory else ():
             with contextlib.suppress(Exception):
                 self._make(1 << bits).decompress(self._head, *self._limit)
                 return DatasetError(
@@ -123,19 +114,16 @@ class _Members:
                     location=location,
                 )
         return DatasetError(
-            f"{location!r} cannot be unpacked after byte {given:,} of its contents: "
+            f"{location!r} cannot be unpacked after byte {unpacked:,} of its contents: "
             f"{failure}; write or download it again",
             location=location,
         )
 
 
 def _maker_of(name: str) -> Callable[[int], Any]:
-    """Return what makes decompressors of one member (gzip), frame or stream.
-
-    By the memory that each may take. An ImportError if the module is missing.
-    """
+    """Return a function from a limit of memory to a decompressor of one member."""
     if name == "zstandard":
-        # Before 3.14 a search for it would read folders, for each shard.
+        # Before 3.14, the import would search folders for each shard.
         if sys.version_info >= (3, 14):
             with contextlib.suppress(ImportError):
                 zstd: Any = importlib.import_module("compression.zstd")

@@ -1,1 +1,1 @@
-"""The parts of streams: shards, cursors over them, lanes, windows and mixtures."""
+"""The parts of streams: shards, cursors, steps, readers, and agreement of ranks."""

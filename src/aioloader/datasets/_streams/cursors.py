@@ -1,8 +1,8 @@
-"""A stream being read: blocks of samples, and a position that can be saved.
+"""Cursors: streams being read, in blocks of samples, with positions that can be saved.
 
 Each step of a stream (``map``, ``filter``, ``take``...) is a cursor over the previous
-one. ``Cursor`` is the one kind of position: the state before a block, and how many of
-its samples were passed on. Loading it makes the block again, and drops those.
+step's. A position is the state before a block, and how many of the block's samples
+were passed on. Resuming makes the block again, and drops those.
 """
 
 import asyncio
@@ -31,14 +31,14 @@ if TYPE_CHECKING:
     from aioloader.datasets._streams.agreement import Agreement
 
 State: TypeAlias = dict[str, Any]
-_MAIN = {"__main__", "__mp_main__"}
+_MAIN_MODULES = {"__main__", "__mp_main__"}
 
 
 class Ahead(enum.IntEnum):
     """How far a stream may be read ahead of the samples passed on.
 
-    ``NEVER``: reading again may give other samples. ``QUICK``: only while samples come
-    quickly, because each may have to be waited for. ``FREE``: any block.
+    ``NEVER``: reading again may give different samples. ``QUICK``: only while samples
+    come quickly, because each may have to be waited for. ``FREE``: without limit.
     """
 
     NEVER = 0
@@ -48,50 +48,49 @@ class Ahead(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Reading:
-    """One reader's iteration over a stream: its part of it, in an epoch."""
+    """One reader's iteration over its share of a stream, in one epoch."""
 
     epoch: int
     share: ReaderShare
-    stack: AsyncExitStack  # closes what the iteration needs
-    # What all readers here share, by the identity of a source.
+    stack: AsyncExitStack  # closes at the end of the iteration
+    # Lists of shards by the id of their source, shared by all readers of this rank.
     listed: dict[Any, Any] = field(default_factory=dict)
-    agreement: "Agreement | None" = None  # how ranks compare their lists of shards
-    begun: int = 0  # the epoch in which the stream was at its beginning
+    agreement: "Agreement | None" = None  # compares lists of shards among ranks
+    begun: int = 0  # the epoch that began at the start of the stream
     reads_whole: ClassVar[bool] = True
 
 
 class OpenBlock(NamedTuple):
-    """A block that was made and not passed on whole."""
+    """A block of which some samples were not passed on yet."""
 
     before: State
     length: int
-    what: Any  # what ``_after`` needs to know of it: mostly its unreadable samples
+    details: Any  # for ``_state_after``; by default, where its unreadable samples are
 
 
 class Cursor:
     """Samples that come in blocks: the base of sources and steps.
 
-    A subclass says how to ``_make`` the next samples, and from which state: ``_here``.
-    Steps over it call ``pull``. What interleaves several cursors, and passes their
-    samples on later, calls ``fill`` and ``take``, and then ``pass_on``.
-
-    A subclass takes its own entries of the state.
+    A subclass implements ``_make``, which returns the next samples, and
+    ``_make_state``, a state from which it returns them again. It takes its own entries
+    of a state. Steps over it call ``pull``. Cursors that combine several inputs, and
+    pass samples on later, call ``fill`` and ``take``, and then ``pass_on``.
     """
 
-    overshoots = False  # whether `_make` may give more samples than it was asked for
-    makes_ahead = False  # whether the next block is made while one is passed on
-    ready = 0  # how many samples can be taken without waiting
+    overshoots = False  # whether `_make` may return more samples than its limit
+    prefetches = False  # whether the next block is made while one is passed on
+    ready = 0  # how many samples `take` can return without waiting
 
     def __init__(self, state: State) -> None:
         # Until the samples passed on before it was saved are dropped again.
         self._loaded = state if state.get("taken") else None
-        self._made: deque[OpenBlock] = deque()
-        self._passed = 0  # of the first one
+        self._open_blocks: deque[OpenBlock] = deque()
+        self._passed = 0  # samples of the first open block
         self._block: Block = []
-        self._begun: State | None = None  # before the block that is made in advance
-        # Set by `_make` if that knows better: the state before its block, and what
-        # `_after` needs to know of it.
-        self._known: tuple[State, Any] | None = None
+        self._ahead_state: State | None = None  # before the block made in advance
+        # Set by a `_make` that overrides the defaults: the state before its block, and
+        # the block's details.
+        self._origin: tuple[State, Any] | None = None
         self._making: asyncio.Task[Block] | None = None
 
     async def _make(self, limit: int) -> Block:
@@ -101,21 +100,21 @@ class Cursor:
         """
         raise NotImplementedError
 
-    def _here(self) -> State:
-        """Return a state from which ``_make`` gives what it gives next, for JSON."""
+    def _make_state(self) -> State:
+        """Return a JSON-ready state from which ``_make`` returns the same block."""
         raise NotImplementedError
 
-    def _after(self, before: State, what: Any, count: int) -> State:
-        """Return the state after ``count`` samples of a block, none or some."""
+    def _state_after(self, before: State, details: Any, count: int) -> State:
+        """Return the state after the first ``count`` samples of a block."""
         if not count:
             return before
-        return {**before, "taken": count, "failed": [at for at in what if at < count]}
+        return {**before, "taken": count, "failed": [k for k in details if k < count]}
 
     async def _close(self) -> None:
-        """Release what is open; nothing is being made."""
+        """Release open resources; ``_make`` is not running."""
 
     def passes(self) -> int | None:
-        """Return the number of the pass of an endless repeat below; None if none is."""
+        """Return the current pass of an endless ``repeat`` upstream."""
         return None
 
     async def pull(self, limit: int) -> Block:
@@ -132,13 +131,13 @@ class Cursor:
         """Return the position of the first sample that was not passed on."""
         if self._loaded is not None:
             return self._loaded
-        if not self._made:
-            return self._begun or self._here()
-        made = self._made[0]
-        return self._after(made.before, made.what, self._passed)
+        if not self._open_blocks:
+            return self._ahead_state or self._make_state()
+        block = self._open_blocks[0]
+        return self._state_after(block.before, block.details, self._passed)
 
     async def aclose(self) -> None:
-        """Stop pending work, wait for it to end, and release what is open."""
+        """Stop pending work, wait for it to end, and release open resources."""
         making, self._making = self._making, None
         await cancel([making] if making is not None else [])
         await self._close()
@@ -150,7 +149,7 @@ class Cursor:
             self._loaded = None
             if self.ready:
                 return True
-        block = await self._more(limit)
+        block = await self._next_block(limit)
         if self.ready:
             self._block = join([self._block[len(self._block) - self.ready :], block])
         else:
@@ -168,7 +167,7 @@ class Cursor:
         return whole[start:] if start else whole
 
     def take_blocks(self, size: int, most: int) -> list[Block]:
-        """Return up to so many blocks of ``size`` samples, up to one that failed."""
+        """Return up to ``most`` ready blocks of ``size``, before a failed sample."""
         blocks, start = list[Block](), len(self._block) - self.ready
         for number in range(min(self.ready // size, most)):
             first = start + number * size
@@ -182,161 +181,160 @@ class Cursor:
         return blocks
 
     def pass_on(self, count: int) -> None:
-        """Note that ``count`` samples that were taken have been passed on."""
+        """Note that ``count`` samples returned by ``take`` have been passed on."""
         self._passed += count
-        while self._made and self._passed >= self._made[0].length:
-            self._passed -= self._made.popleft().length
+        while self._open_blocks and self._passed >= self._open_blocks[0].length:
+            self._passed -= self._open_blocks.popleft().length
 
-    async def _more(self, limit: int) -> Block:
-        """Make the next block, and note where it began."""
-        if self.makes_ahead:
-            making = self._making or self._make_ahead(limit)
+    async def _next_block(self, limit: int) -> Block:
+        """Return the next block, and record its state."""
+        if self.prefetches:
+            making = self._making or self._prefetch(limit)
             await asyncio.wait([making])  # cancellation does not reach it
             self._making = None
-            block, before = making.result(), self._begun
-            self._begun = None
+            block, before = making.result(), self._ahead_state
+            self._ahead_state = None
             assert before is not None
         else:
-            before = self._here()
+            before = self._make_state()
             block = await self._make(limit)
-        self._note(before, block)
-        if self.makes_ahead and len(block):
-            self._make_ahead(limit)
+        self._note_block(before, block)
+        if self.prefetches and len(block):
+            self._prefetch(limit)
         return block
 
-    def _make_ahead(self, limit: int) -> "asyncio.Task[Block]":
-        self._begun = self._here()
+    def _prefetch(self, limit: int) -> "asyncio.Task[Block]":
+        self._ahead_state = self._make_state()
         self._making = asyncio.create_task(self._make(limit))
         return self._making
 
-    def _note(self, before: State, block: Block) -> None:
-        known, self._known = self._known, None
+    def _note_block(self, before: State, block: Block) -> None:
+        origin, self._origin = self._origin, None
         if len(block):
-            before, what = known or (before, unreadable(block))
-            self._made.append(OpenBlock(before, len(block), what))
+            before, details = origin or (before, unreadable(block))
+            self._open_blocks.append(OpenBlock(before, len(block), details))
 
-    async def _replay(self, count: int, known: list[int] | None) -> None:
-        """Make samples again, and drop them."""
-        found = 0
-        while found < count:
-            block = await self._more(count - found)
-            check_again(block, found, count, known)
+    async def _replay(self, count: int, failed: list[int] | None) -> None:
+        """Make the first ``count`` samples after the loaded state again; drop them."""
+        done = 0
+        while done < count:
+            block = await self._next_block(count - done)
+            check_replayed(block, done, count, failed)
             if not len(block):
                 break
-            dropped = min(len(block), count - found)
+            dropped = min(len(block), count - done)
             self._block, self.ready = block, len(block) - dropped
             self.pass_on(dropped)
-            found += dropped
+            done += dropped
 
 
 async def skip(
-    pull: Callable[[int], Any], count: int, known: list[int] | None = None
+    pull: Callable[[int], Any], count: int, failed: list[int] | None = None
 ) -> int:
-    """Pull and drop samples, as in ``check_again``; return how many were missing."""
-    found = 0
-    while found < count:
-        block = await pull(count - found)
-        check_again(block, found, count, known)
+    """Pull, check and drop replayed samples; return how many were missing."""
+    done = 0
+    while done < count:
+        block = await pull(count - done)
+        check_replayed(block, done, count, failed)
         if not len(block):
             break
-        found += len(block)
-    return count - found
+        done += len(block)
+    return count - done
 
 
-def check_again(block: Block, at: int, count: int, known: list[int] | None) -> None:
-    """Check that the same samples fail when the samples passed on are read again.
+def check_replayed(
+    block: Block, start: int, count: int, failed: list[int] | None
+) -> None:
+    """Check that the same samples are unreadable when they are read again.
 
     An unreadable shard counts as one failed sample. If it can be read now, or another
-    one no longer can, all later samples shift, and the wrong ones would be dropped.
-    ``block`` was read again, at position ``at`` of ``count``; it is empty at the end.
-    ``known`` are positions of those that were unreadable then; None: not known.
+    cannot, later samples shift, and the wrong ones would be dropped. ``block`` is from
+    position ``start`` of ``count``; it is empty at the end. ``failed`` are the
+    positions that were unreadable when the state was saved, or None if unknown.
     """
-    if known is None:
+    if failed is None:
         return
-    if not len(block) and at < count:
+    if not len(block) and start < count:
         raise ShardChangedError(
             f"of the {count:,} samples that the state says to read again, there are "
-            f"{at:,} now; restore the others, or restart the epoch"
+            f"{start:,} now; restore the others, or restart the epoch"
         )
-    lost = unreadable(block)
-    found = {at + place: block[place].error for place in lost}
-    stop = min(at + len(block), count)
-    now = Counter(at + place for place in lost if at + place < stop)
-    then = Counter(place for place in known if at <= place < stop)
+    lost = [start + index for index in unreadable(block)]  # may have duplicates
+    stop = min(start + len(block), count)
+    now = Counter(position for position in lost if position < stop)
+    then = Counter(position for position in failed if start <= position < stop)
     if now == then:
         return
-    place = min((now - then) | (then - now))
-    error = found.get(place)
-    what = "could not be read when the state was saved, and now it can"
+    position = min((now - then) | (then - now))
+    error = block[position - start].error if position in lost else None
+    change = "could not be read when the state was saved, and now it can"
     if error is not None:
-        what = f"could be read when the state was saved, and now it cannot: {error}"
+        change = f"could be read when the state was saved, and now it cannot: {error}"
     raise ShardChangedError(
         f"of the {count:,} samples that the state says to read again, number "
-        f"{place + 1:,} {what}; the samples after it would be others, so make the same "
-        "shards readable as then, or restart the epoch",
+        f"{position + 1:,} {change}; the samples after it would shift, so make the "
+        "same shards readable as then, or restart the epoch",
         location=getattr(error, "location", ""),
     ) from error
 
 
-def name_of(function: Any) -> str:
-    """Return the qualified name of a function, or of the class of a callable.
-
-    It is the same in each process: no addresses, arguments or contents.
-    """
+def qualname(function: Any) -> str:
+    """Return a callable's qualified name, which is the same in each process."""
     if isinstance(function, functools.partial):
-        return f"partial({name_of(function.func)})"
+        return f"partial({qualname(function.func)})"
     function = inspect.unwrap(function) if callable(function) else function
     function = getattr(function, "__func__", function)
     named = function if hasattr(function, "__qualname__") else type(function)
     module = getattr(named, "__module__", None)
-    is_known = module and module not in _MAIN
+    is_known = module and module not in _MAIN_MODULES
     return f"{module}.{named.__qualname__}" if is_known else str(named.__qualname__)
 
 
-def fitted(state: State, found: Description, *, strict: bool) -> State:
-    """Return a state of an iterator in the form that the described stream can load.
+def fitted(state: State, description: Description, *, strict: bool) -> State:
+    """Return an iterator's state in the form that the described stream can load.
 
-    If ``strict``, shards must have the same versions, not only the same lengths. A
-    StateMismatchError if it is of another stream; it names the differences.
+    Unless ``strict``, shards of the same lengths may have other versions. Raise a
+    StateMismatchError that names the differences if it is of another stream.
     """
-    errors, renamed = differences(state["stream"], found)
+    errors, renamed = differences(state["stream"], description)
     if errors:
         raise StateMismatchError(
             f"the state is of another stream: {'; '.join(errors)}; load it with the "
             "stream that saved it, or restart the epoch",
             expected=state["stream"],
-            found=found,
+            found=description,
         )
     if renamed:
         warn(
             f"the state was saved with functions of other names: {'; '.join(renamed)}; "
-            "if they do something else, the samples are others"
+            "if they do something else, the samples differ"
         )
-    if not is_repeatable(found) and any(map(_counts, state["streams"].values())):
+    readers = state["streams"].values()
+    if not is_repeatable(description) and any(map(_has_read_ahead, readers)):
         warn_of_order()
     streams = state["streams"] if strict else _without_stamps(state["streams"])
-    return {**state, "stream": found, "streams": streams}
+    return {**state, "stream": description, "streams": streams}
 
 
 def _without_stamps(state: Any) -> Any:
-    """Return a state that any shards of the same sizes fit."""
+    """Return a state that fits shards of the same lengths, whatever their versions."""
     if isinstance(state, list):
         return [*map(_without_stamps, state)]
     if not isinstance(state, dict):
         return state
-    if isinstance(at := state.get("at"), dict):  # in a shard
-        return {**state, "at": {k: one for k, one in at.items() if k != "stamp"}}
-    return {name: _without_stamps(one) for name, one in state.items()}
+    if isinstance(position := state.get("at"), dict):  # in a shard
+        return {**state, "at": {k: v for k, v in position.items() if k != "stamp"}}
+    return {name: _without_stamps(value) for name, value in state.items()}
 
 
-def _counts(one: State) -> bool:
+def _has_read_ahead(reader: State) -> bool:
     """Return whether steps of a reader had read ahead of the samples passed on."""
-    found = [one["state"]]
-    while found:
-        state = found.pop()
+    states = [reader["state"]]
+    while states:
+        state = states.pop()
         taken = state.get("taken", 0) or state.get("offset", 0)
         up = state.get("up") or []
         if max(taken) if isinstance(taken, list) else taken:
             return True
-        found += up if isinstance(up, list) else [up] if up else []
+        states += up if isinstance(up, list) else [up] if up else []
     return False

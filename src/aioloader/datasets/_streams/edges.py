@@ -1,13 +1,13 @@
-"""Where the samples of shards start and end: ``.idx`` files, packs, and scans.
+"""Byte offsets of the samples in shards: ``.idx`` files and packs.
 
-An index of a shard is a sorted list of numbers, one more than it has samples: where
+The index of a shard is a sorted list of offsets, one more than it has samples: where
 each sample starts, and where the last one ends. There are two kinds of files:
 
-- ``shard.tar.idx``, next to its shard: little-endian 64-bit numbers, as NVIDIA's
-  Megatron-Energon and NeMo have it. It has no version of its shard.
+- ``shard.tar.idx``, next to its shard: little-endian 64-bit offsets, as NVIDIA's
+  Megatron-Energon and NeMo write it. It has no version of its shard.
 - A pack, one file for all shards: ``aioidx`` and a version, the length of a header, the
-  header (JSON: names, counts, sizes, entity tags and times of shards), zeros up to a
-  multiple of 8, and the numbers of all shards, 32-bit ones if all are below 4 GiB.
+  header (JSON: names, counts, sizes, entity tags and times of shards), padding up to a
+  multiple of 8, and the offsets of all shards, 32-bit ones if all are below 4 GiB.
 """
 
 import array
@@ -30,58 +30,58 @@ from aioloader.errors import DatasetError, ObjectNotFoundError, ShardChangedErro
 
 _MAGIC, _VERSION = b"aioidx", 1
 _HEAD = struct.Struct("<6sHQ")
-_DALI = b"v1."  # how its text starts
-_PIECE = 1 << 20
+_DALI = b"v1."  # the start of an index of NVIDIA DALI
+_READ_BYTES = 1 << 20
 # Allowed after the last sample: zeros to the end of a record, as `tar` writes them.
-_RECORD_BYTES = 1 << 16
-# The columns of a pack's header, besides the names and counts.
-_FACTS = ("sizes", "e_tags", "modified")
+_MAX_PADDING = 1 << 16
+# The columns of a pack's header that have the shards' versions.
+_VERSION_COLUMNS = ("sizes", "e_tags", "modified")
 
-Numbers = npt.NDArray[np.unsignedinteger[Any]]
-
-
-# Where a sample is: the number of its shard, its first byte and one past it.
+Offsets = npt.NDArray[np.unsignedinteger[Any]]
+# Where a sample is: the number of its shard, its first byte, and the byte after it.
 SampleRange: TypeAlias = tuple[int, int, int]
 
 
 class Edges:
-    """The places of all samples, of ``counts`` in each shard.
+    """Where all samples of several shards start and end.
 
     Memory: 4 bytes per sample if all shards are below 4 GiB, else 8. Those of a local
     pack are mapped, and shared by all processes.
 
     Attributes:
-        counts: How many samples each shard has.
-        numbers: The numbers of all shards, each with one more than it has samples.
-        versions: The version of each shard as it was indexed; none if not known.
-        mapped: The arguments of ``map_edges``, if it was called.
+        counts: The number of samples of each shard.
+        offsets: Those of all shards, one shard after another.
+        versions: The version of each shard when it was indexed; empty if unknown.
+        mapped: The first arguments of ``map_edges``, if it made this object.
     """
+
+    trailer_bytes = 512  # checked after a shard's last sample
 
     def __init__(
         self,
         counts: Sequence[int],
-        numbers: Numbers,
+        offsets: Offsets,
         versions: Sequence[Version] = (),
         mapped: tuple[str, int, int] | None = None,
     ) -> None:
-        self.counts, self.numbers = counts, numbers
+        self.counts, self.offsets = counts, offsets
         self.versions, self.mapped = versions, mapped
         self._firsts = [0, *accumulate(counts)]
-        view: Any = numbers
-        self._view = memoryview(view)  # four times as fast as the array
+        view: Any = offsets
+        self._view = memoryview(view)  # look-ups take a quarter of the array's time
 
     def __len__(self) -> int:
         return self._firsts[-1]
 
     def find(self, index: int) -> SampleRange:
         shard = bisect_right(self._firsts, index) - 1
-        at = index + shard
-        return shard, self._view[at], self._view[at + 1]
+        place = index + shard
+        return shard, self._view[place], self._view[place + 1]
 
-    def of_shard(self, shard: int) -> Numbers:
-        """Return the numbers of one shard."""
+    def of_shard(self, shard: int) -> Offsets:
+        """Return the offsets of one shard."""
         start = self._firsts[shard] + shard
-        return self.numbers[start : start + self.counts[shard] + 1]
+        return self.offsets[start : start + self.counts[shard] + 1]
 
     def end(self, shard: int) -> int:
         """Return where the last sample of a shard ends."""
@@ -89,44 +89,44 @@ class Edges:
         return end
 
     def of_shards(self, shards: Sequence[int]) -> "Edges":
-        """Return those of some of the shards."""
+        """Return the edges of the given shards, in this order."""
         if [*shards] == [*range(len(self.counts))]:
             return self
         counts = [self.counts[shard] for shard in shards]
         parts = [*map(self.of_shard, shards)]
-        some = [self.versions[shard] for shard in shards] if self.versions else ()
-        return Edges(counts, np.concatenate(parts), some)
+        versions = [self.versions[shard] for shard in shards] if self.versions else ()
+        return Edges(counts, np.concatenate(parts), versions)
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self.mapped is not None:
             return map_edges, (*self.mapped, self.counts, self.versions)
-        return Edges, (self.counts, self.numbers, self.versions)
+        return Edges, (self.counts, self.offsets, self.versions)
 
 
 class EdgesBuilder:
-    """The numbers of shards, added one shard after another."""
+    """Collects the offsets of one shard after another."""
 
     def __init__(self) -> None:
-        self._counts, self._numbers = list[int](), array.array("I")
+        self._counts, self._offsets = list[int](), array.array("I")
         self._versions: list[Version | None] = []
 
     def __len__(self) -> int:
         return len(self._counts)
 
-    def add(self, numbers: Numbers, version: Version | None) -> None:
-        if self._numbers.itemsize == 4 and numbers[-1] >= 1 << 32:
-            self._numbers = array.array("Q", self._numbers)
-        data = numbers.astype(f"u{self._numbers.itemsize}").data
-        self._numbers.frombytes(data.cast("B"))
-        self._counts.append(len(numbers) - 1)
+    def add(self, offsets: Offsets, version: Version | None) -> None:
+        if self._offsets.itemsize == 4 and offsets[-1] >= 1 << 32:
+            self._offsets = array.array("Q", self._offsets)
+        data = offsets.astype(f"u{self._offsets.itemsize}").data
+        self._offsets.frombytes(data.cast("B"))
+        self._counts.append(len(offsets) - 1)
         self._versions.append(version)
 
     def done(self) -> Edges:
-        """Return the edges; without versions, unless all are known."""
-        versions = [one for one in self._versions if one is not None]
+        """Return the edges, with versions if all are known."""
+        versions = [version for version in self._versions if version is not None]
         known = versions if len(versions) == len(self._counts) else ()
-        numbers: Numbers = np.frombuffer(self._numbers, f"u{self._numbers.itemsize}")
-        return Edges(self._counts, numbers, known)
+        offsets: Offsets = np.frombuffer(self._offsets, f"u{self._offsets.itemsize}")
+        return Edges(self._counts, offsets, known)
 
 
 # -- an index next to a shard ------------------------------------------------------
@@ -136,51 +136,52 @@ def index_name(path: str) -> str:
     return f"{path}.idx"
 
 
-async def read_index(storage: Storage, address: Address) -> Numbers | None:
-    """Return the numbers in the index next to a shard; None if there is none."""
-    beside = sibling(address, index_name)
+async def read_index(storage: Storage, address: Address) -> Offsets | None:
+    """Return the offsets in the index next to a shard; None if there is none."""
+    index = sibling(address, index_name)
     try:
-        data = await read_whole(storage.open(beside, 0, _PIECE))
+        data = await read_whole(storage.open(index, 0, _READ_BYTES))
     except ObjectNotFoundError:
         return None
-    numbers = np.frombuffer(data[: len(data) & ~7], "<u8")
+    offsets = np.frombuffer(data[: len(data) & ~7], "<u8")
     if data.startswith(_DALI):
         raise not_its_index(storage, address, "it is one of NVIDIA DALI, in text")
-    if len(data) % 8 or not _is_rising(numbers):
+    if len(data) % 8 or not _is_rising(offsets):
         raise not_its_index(storage, address, "it is damaged, or of another format")
-    return numbers
+    return offsets
 
 
-def _is_rising(numbers: Numbers) -> bool:
-    return len(numbers) > 0 and bool((numbers[:-1] < numbers[1:]).all())
+def _is_rising(offsets: Offsets) -> bool:
+    return len(offsets) > 0 and bool((offsets[:-1] < offsets[1:]).all())
 
 
 def fits(end: int, size: int) -> bool:
-    """Tell whether a shard may be as long if its last sample ends there."""
-    return end <= size <= end + _RECORD_BYTES
+    """Tell whether a shard whose last sample ends at ``end`` may have this size."""
+    return end <= size <= end + _MAX_PADDING
 
 
 def check_end(location: str, end: int, size: int, rest: bytes = b"") -> None:
-    """Check that a shard's last sample, if any, ends there, and what follows it."""
+    """Check a shard's size, and the bytes that follow its last sample."""
     if not end:
         return
     if not fits(end, size) or rest.strip(b"\0"):
-        what = f"its last sample ended at byte {end:,}, and it has {size:,} bytes"
-        after = ", and others than zeros after that" if rest.strip(b"\0") else ""
-        raise _changed(location, what + after)
+        change = f"its last sample ended at byte {end:,}, and it has {size:,} bytes"
+        if rest.strip(b"\0"):
+            change += ", with more data after the sample"
+        raise _changed(location, change)
 
 
 def changed_since(location: str, before: Version, now: Version) -> ShardChangedError:
-    what = f"it had {before.size:,} bytes and has {now.size:,}"
+    change = f"it had {before.size:,} bytes and has {now.size:,}"
     if before.size == now.size:
-        what = f"it has {now.size:,} bytes as before, but another ETag or date"
-    return _changed(location, what)
+        change = f"it has {now.size:,} bytes as before, but another ETag or date"
+    return _changed(location, change)
 
 
-def _changed(location: str, what: str) -> ShardChangedError:
+def _changed(location: str, change: str) -> ShardChangedError:
     return ShardChangedError(
-        f"{location!r} has changed since it was indexed: {what}; write the index again "
-        "by `aioloader index`, or restore the shard",
+        f"{location!r} has changed since it was indexed: {change}; write the index "
+        "again by `aioloader index`, or restore the shard",
         location=location,
     )
 
@@ -194,22 +195,22 @@ def not_its_index(storage: Storage, address: Address, why: str) -> DatasetError:
     )
 
 
-def index_bytes(numbers: "Sequence[int] | Numbers") -> bytes:
-    return np.asarray(numbers, "<u8").tobytes()
+def index_bytes(offsets: Sequence[int] | Offsets) -> bytes:
+    return np.asarray(offsets, "<u8").tobytes()
 
 
 # -- a pack ------------------------------------------------------------------------
 
 
 class IndexPack(NamedTuple):
-    """The index of many shards: their names, and their edges with versions."""
+    """The index of many shards: their names, edges and versions."""
 
     names: list[str]
     edges: Edges
-    format: dict[str, Any]  # what tells its samples from those of another format
+    format: dict[str, Any]  # identifies the format of the samples
 
-    def by_name(self) -> dict[str, tuple[Numbers, Version]]:
-        """Return the numbers and the version of each shard."""
+    def by_name(self) -> dict[str, tuple[Offsets, Version]]:
+        """Return the offsets and the version of each shard."""
         edges = self.edges
         return {
             name: (edges.of_shard(shard), edges.versions[shard])
@@ -217,67 +218,66 @@ class IndexPack(NamedTuple):
         }
 
     def contents(self) -> bytes:
-        """Return the contents of its file."""
+        """Return the contents of the pack's file."""
         edges = self.edges
-        facts = zip(*edges.versions, strict=True) if edges.versions else [[]] * 3
+        columns = zip(*edges.versions, strict=True) if edges.versions else [[]] * 3
         header = {"format": self.format, "names": self.names, "counts": edges.counts}
-        header |= {name: [*one] for name, one in zip(_FACTS, facts, strict=True)}
-        width = edges.numbers.dtype.itemsize
+        header |= dict(zip(_VERSION_COLUMNS, map(list, columns), strict=True))
+        width = edges.offsets.dtype.itemsize
         text = json.dumps({**header, "width": width}).encode("utf-8", "surrogateescape")
         text += b" " * (-(_HEAD.size + len(text)) % 8)
-        numbers = edges.numbers.astype(f"<u{width}", copy=False).tobytes()
-        return b"".join([_HEAD.pack(_MAGIC, _VERSION, len(text)), text, numbers])
+        offsets = edges.offsets.astype(f"<u{width}", copy=False).tobytes()
+        return b"".join([_HEAD.pack(_MAGIC, _VERSION, len(text)), text, offsets])
 
 
 async def read_pack(storage: Storage, address: Address) -> IndexPack:
-    """Open a pack: a local one is mapped, any other is read into memory.
+    """Open a pack. A local pack is mapped; others are read into memory.
 
     Raises:
         ObjectNotFoundError: If there is none.
-        ValueError: If it is something else.
+        ValueError: If the file is something else.
         DatasetError: If it is damaged, or cannot be read.
     """
     location, path, data = storage.label(address), storage.path(address), b""
     if path is not None:
         size = (version := await storage.version(address)).size
         head, _ = await storage.part(address, 0, min(_HEAD.size, size), version)
-        at = min(_header_end(head, location), size)
-        text, _ = await storage.part(address, _HEAD.size, at, version)
+        start = min(_header_end(head, location), size)
+        text, _ = await storage.part(address, _HEAD.size, start, version)
     else:
-        data = await read_whole(storage.open(address, 0, 4 * _PIECE))
-        at = _header_end(data[: _HEAD.size], location)
-        text = data[_HEAD.size : at]
+        data = await read_whole(storage.open(address, 0, 4 * _READ_BYTES))
+        start = _header_end(data[: _HEAD.size], location)
+        text = data[_HEAD.size : start]
     try:
         header = json.loads(text.decode("utf-8", "surrogateescape"))
-        names, counts, of, width, *facts = (
-            header[name] for name in ("names", "counts", "format", "width", *_FACTS)
-        )
-        versions = [Version(*one) for one in zip(*facts, strict=True)]
+        keys = ("names", "counts", "format", "width", *_VERSION_COLUMNS)
+        names, counts, of, width, *columns = (header[key] for key in keys)
+        versions = [Version(*row) for row in zip(*columns, strict=True)]
         length = sum(counts) + len(counts)
     except (ValueError, KeyError, TypeError) as error:
         raise _no_pack(location, repr(error)) from error
     if path is not None:
-        args = path, at, width, counts, versions
+        args = path, start, width, counts, versions
         return IndexPack(names, await in_thread(map_edges, *args), of)
-    if len(data) != at + width * length:
+    if len(data) != start + width * length:
         raise _no_pack(location, f"it has {len(data):,} bytes")
-    numbers = np.frombuffer(data, f"<u{width}", offset=at).astype(f"u{width}")
-    return IndexPack(names, Edges(counts, numbers, versions), of)
+    offsets = np.frombuffer(data, f"<u{width}", offset=start).astype(f"u{width}")
+    return IndexPack(names, Edges(counts, offsets, versions), of)
 
 
 def map_edges(
-    path: str, at: int, width: int, counts: Sequence[int], versions: Sequence[Version]
+    path: str, base: int, width: int, counts: Sequence[int], versions: Sequence[Version]
 ) -> Edges:
-    """Map the numbers in a pack, which ``counts`` describe."""
+    """Map the offsets in a pack into memory; they start at byte ``base``."""
     length = sum(counts) + len(counts)
-    if (size := os.stat(path).st_size) != at + width * length:  # noqa: PTH116
+    if (size := os.stat(path).st_size) != base + width * length:  # noqa: PTH116
         raise _no_pack(path, f"it has {size:,} bytes")
-    numbers = np.asarray(np.memmap(path, f"<u{width}", "r", at, (length,)))
-    return Edges(counts, numbers, versions, (path, at, width))
+    offsets = np.asarray(np.memmap(path, f"<u{width}", "r", base, (length,)))
+    return Edges(counts, offsets, versions, (path, base, width))
 
 
 def _header_end(head: bytes, location: str) -> int:
-    """Return where the header of a pack ends."""
+    """Return where the header of a pack ends, and its offsets start."""
     if not head.startswith(_MAGIC[: len(head)]):
         raise ValueError(
             f"{location!r} is something else than an index of shards: pass another name"

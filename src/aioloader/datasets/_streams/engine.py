@@ -1,22 +1,21 @@
-"""Byte formats: a generator makes samples of the bytes of a shard.
+"""Byte formats: generators that turn the bytes of a shard into samples.
 
-The generator starts where a sample starts, and reads forward. There are two kinds:
+A generator starts where a sample starts, and reads forward. There are two kinds:
 
 - A user's generator gets a blocking binary ``file`` and yields samples. At each yield
-  the file is where the next sample starts: resuming needs nothing else. It runs in a
-  separate thread, which may block, and is closed in that thread.
+  the file is where the next sample starts, so a position is all that resuming needs.
+  It runs, and is closed, in a separate thread, which may block.
 - A built-in generator (``Steps``) gets a ``ByteFeed`` and yields blocks of samples with
   the offset after each, or None where it needs another piece of the bytes. It never
-  waits, so it runs where the bytes are: in a thread of the loop, or on the loop.
+  waits, so it runs in any thread of the loop, or on the loop.
 
-The reader unpacks, and limits blocks in number, bytes and time.
+The reader decompresses, and limits blocks in number, bytes and time.
 """
 
 import array
 import asyncio
 import concurrent.futures
 import contextlib
-import functools
 import gc
 import inspect
 import io
@@ -41,15 +40,15 @@ from aioloader._base.failures import noted
 from aioloader.datasets._stores.addresses import Address
 from aioloader.datasets._stores.bytes import FileBytes
 from aioloader.datasets._stores.failures import (
-    NOTHING,
+    ANY_VERSION,
     ExpectedVersion,
     NoRangesError,
     Version,
 )
 from aioloader.datasets._stores.storage import Storage, read_whole
 from aioloader.datasets._stores.unpack import unpacker_of
-from aioloader.datasets._streams.cursors import name_of
-from aioloader.datasets._streams.edges import Numbers, read_index
+from aioloader.datasets._streams.cursors import qualname
+from aioloader.datasets._streams.edges import Offsets, read_index
 from aioloader.datasets._streams.shards import (
     BlockReader,
     PositionedBlocks,
@@ -63,25 +62,24 @@ from aioloader.errors import DatasetError, TruncatedReadError
 from aioloader.protocols import generator_of, is_async_function
 
 # Bytes to search at once for the end of a line.
-_LOOK = 1 << 16
+_SEARCH_BYTES = 1 << 16
 # Files up to this size may be read whole, to find enough lines for all readers.
-_SMALL = 1 << 24
-# Most samples of a block: short lines would be many. Fewer of those that are
-# containers, because the garbage collector scans all that are held: with more of
-# them it costs more than parsing.
-_AT_ONCE, _TRACKED_AT_ONCE = 2048, 256
-# Bytes that make a block of a user's generator full, and seconds.
-_FULL_BYTES, _FULL_SECONDS = 1 << 22, 0.02
-# Seconds of the processor that a turn without a thread may take.
-_TURN = 0.002
+_SMALL_FILE_BYTES = 1 << 24
+# Most samples of a block. Fewer of containers: scanning more of them costs the garbage
+# collector more time than parsing takes.
+_MAX_SAMPLES, _MAX_CONTAINERS = 2048, 256
+# Limits of a block of a user's generator.
+_MAX_BYTES, _MAX_SECONDS = 1 << 22, 0.02
+# CPU seconds that a turn on the loop may take.
+_TURN_SECONDS = 0.002
 # Buffer of the file that a user's generator gets.
-_BUFFER = 1 << 16
-_NOTHING = memoryview(b"")
+_BUFFER_BYTES = 1 << 16
+_EMPTY = memoryview(b"")
 _END: Any = ()
 
 
 class ShardPart(NamedTuple):
-    """A part of a shard: the bytes from ``start`` to ``stop`` of a version of it."""
+    """The bytes of one version of a shard from ``start`` to ``stop``."""
 
     address: Address
     start: int
@@ -89,37 +87,35 @@ class ShardPart(NamedTuple):
     version: Version | None
 
 
-# Finds where all but the first of ``count`` even parts of a shard start, in order, by
-# its address, size and ``count``; or returns why it cannot be cut, and what to do.
+# Gets a shard's address, its size, and a number of parts. Returns where all parts but
+# the first start, in order; or why the shard cannot be cut, and what to do.
 Cuts: TypeAlias = Callable[[Storage, Address, int, int], Awaitable[Sequence[int] | str]]
 
 
 async def cut_shards(
     storage: Storage, shards: Sequence[Address], count: int, cuts: Cuts
 ) -> list[ShardPart]:
-    """Return ``count`` parts of all shards, in order; shards stay whole if possible.
+    """Cut shards into ``count`` parts, in order; shards stay whole where possible.
 
-    They depend only on the shards' sizes, so each rank finds the same. A ValueError if
-    not enough parts can be cut.
+    The parts depend only on the shards' sizes, so all ranks get the same ones. Raise a
+    ValueError if the shards cannot be cut into enough parts.
     """
     versions = await each(partial(_version, storage), shards)
-    numbers = shares([version.size for version in versions], count)
+    counts = shares([version.size for version in versions], count)
     reasons = [""] * len(shards)
 
-    async def cut(at: int) -> list[ShardPart]:
-        shard, version, inner = shards[at], versions[at], list[int]()
+    async def cut(number: int) -> list[ShardPart]:
+        shard, version, inner = shards[number], versions[number], list[int]()
         if unpacker_of(storage.label(shard)):
-            reasons[at] = "is compressed: unpack or split it"
-        elif numbers[at] > 1:
-            found = await cuts(storage, shard, version.size, numbers[at])
-            if isinstance(found, str):
-                reasons[at] = found
+            reasons[number] = "is compressed: unpack or split it"
+        elif counts[number] > 1:
+            starts = await cuts(storage, shard, version.size, counts[number])
+            if isinstance(starts, str):
+                reasons[number] = starts
             else:
-                inner = [*found]
-        return [
-            ShardPart(shard, *edges, version)
-            for edges in pairwise([0, *inner, version.size])
-        ]
+                inner = [*starts]
+        edges = pairwise([0, *inner, version.size])
+        return [ShardPart(shard, start, stop, version) for start, stop in edges]
 
     parts = [*chain.from_iterable(await each(cut, range(len(shards))))]
     if len(parts) < count:
@@ -155,99 +151,96 @@ def checksum_of(parts: Sequence[ShardPart]) -> str:
 
 def shares(sizes: Sequence[int], count: int) -> list[int]:
     """Return the number of parts per shard; the largest parts are divided first."""
-    shares = [1] * len(sizes)
-    heap = [(-size, at) for at, size in enumerate(sizes)]
+    parts = [1] * len(sizes)
+    heap = [(-size, shard) for shard, size in enumerate(sizes)]
     heapify(heap)
     for _ in range(count - len(sizes)):
-        at = heap[0][1]
-        shares[at] += 1
-        heapreplace(heap, (-sizes[at] // shares[at], at))
-    return shares
+        shard = heap[0][1]
+        parts[shard] += 1
+        heapreplace(heap, (-sizes[shard] // parts[shard], shard))
+    return parts
 
 
 async def at_line_ends(
     storage: Storage, address: Address, size: int, count: int
 ) -> Sequence[int]:
-    """Return starts of lines, as ``Cuts`` does, after even shares of the bytes."""
-    after = [size * number // count for number in range(1, count)]
-    starts = await each(lambda at: _line_after(storage, address, at, size), after)
-    found = sorted({start for start in starts if 0 < start < size})
-    if len(found) < count - 1 and size <= _SMALL:  # few lines, of uneven lengths
-        data = await read_whole(storage.open(address, 0, _LOOK, stop=size))
-        ends = [0, *(one.end() for one in re.finditer(rb"\n", data))]
-        return nearest([end for end in ends if end < size], size, count)
-    return found
+    """Return starts of lines that cut a file into about even parts, for ``Cuts``."""
+    even = [size * number // count for number in range(1, count)]
+    starts = await each(lambda cut: _next_line(storage, address, cut, size), even)
+    cuts = sorted({start for start in starts if 0 < start < size})
+    if len(cuts) < count - 1 and size <= _SMALL_FILE_BYTES:  # lines of uneven lengths
+        data = await read_whole(storage.open(address, 0, _SEARCH_BYTES, stop=size))
+        lines = [0, *(match.end() for match in re.finditer(rb"\n", data))]
+        return nearest([line for line in lines if line < size], size, count)
+    return cuts
 
 
-async def _line_after(storage: Storage, address: Address, at: int, size: int) -> int:
-    """Return where the first line starts that starts at ``at`` or later."""
-    at = max(0, at - 1)
-    source = storage.open(address, at, _LOOK, stop=size)
+async def _next_line(storage: Storage, address: Address, cut: int, size: int) -> int:
+    """Return where the first line at or after an offset starts."""
+    offset = max(0, cut - 1)
+    source = storage.open(address, offset, _SEARCH_BYTES, stop=size)
     try:
         while data := bytes(await source.read()):
             end = data.find(b"\n")
             if end >= 0:
-                return at + end + 1
-            at += len(data)
+                return offset + end + 1
+            offset += len(data)
     finally:
         await source.aclose()
     return size
 
 
 def nearest(starts: Sequence[int], size: int, count: int) -> Sequence[int]:
-    """Return the ``starts`` closest to even shares of ``size``, without the first one.
-
-    There are ``count - 1``, all different, if there are enough.
-    """
+    """Return ``count - 1`` of ``starts`` near even shares of ``size``, or fewer."""
     last = len(starts) - count
-    place, found = 0, []
-    for one in range(1, min(count, len(starts))):
-        place = max(place + 1, bisect_left(starts, size * one // count))
-        place = min(place, max(last, 0) + one)
-        found.append(starts[place])
-    return found
+    place, cuts = 0, []
+    for number in range(1, min(count, len(starts))):
+        place = max(place + 1, bisect_left(starts, size * number // count))
+        place = min(place, max(last, 0) + number)
+        cuts.append(starts[place])
+    return cuts
 
 
 class ByteFeed(io.RawIOBase):
     """The bytes of a shard, piece by piece, forward only.
 
-    ``Steps`` use ``take`` and ``skip``, or the ``view``; for a user's generator, which
-    may wait, it is the raw file, and gets pieces from ``wait``.
+    ``Steps`` use ``take`` and ``skip``, or the ``view``. For a user's generator it is
+    the raw file under a buffer, and waits for pieces itself.
 
     Attributes:
         url: Redacted address of the shard, for samples and errors.
         is_part: Whether the bytes end before the shard does, between two samples.
-        want: Most samples that should be yielded at once.
+        want: Most samples to yield at once.
         left: Bytes until a block of a user's generator is full.
-        wait: Returns the next piece.
+        wait: Returns the next piece; set where the generator may wait.
         view: The current piece, valid until the next one.
         used: How many bytes of it were used.
         has_ended: Whether there are no more pieces.
     """
 
-    def __init__(self, url: str, at: int, *, is_part: bool = False) -> None:
+    def __init__(self, url: str, start: int, *, is_part: bool = False) -> None:
         self.url = url
         self.name: str = url
         self.is_part = is_part
         self.want: int = 1
         self.left: int = 0
         self.wait: Callable[[], Buffer]
-        self.view: memoryview = _NOTHING
+        self.view: memoryview = _EMPTY
         self.used: int = 0
         self.has_ended: bool = False
-        self._base = at
+        self._base = start
 
-    def restart(self, at: int, piece: memoryview) -> None:
-        """Start again, with a piece at an offset of another shard."""
-        self.view, self.used, self._base = piece, 0, at
+    def restart(self, start: int, piece: memoryview) -> None:
+        """Continue with a piece at offset ``start`` of another shard."""
+        self.view, self.used, self._base = piece, 0, start
 
     @property
     def at(self) -> int:
-        """The offset in the shard of the next byte."""
+        """The offset of the next byte in the shard."""
         return self._base + self.used
 
     def give(self, piece: Buffer) -> None:
-        """Replace the current piece, all of which is used; an empty one is the end."""
+        """Replace the current piece, which is used up; an empty piece is the end."""
         self._base += len(self.view)
         self.used -= len(self.view)
         self.view = memoryview(piece).cast("B")
@@ -288,7 +281,7 @@ class ByteFeed(io.RawIOBase):
         return offset
 
     def readinto(self, buffer: Buffer, /) -> int:
-        """Copy the next bytes, and wait for a piece if there are none."""
+        """Copy the next bytes into a buffer; waits for a piece if there are none."""
         target = memoryview(buffer).cast("B")
         while self.used >= len(self.view) and not self.has_ended:
             self.give(self.wait())
@@ -302,15 +295,14 @@ class ByteFeed(io.RawIOBase):
 class ShardFile(io.BufferedReader):
     """The blocking binary file that a format's generator gets: a shard, forward only.
 
-    Besides ``read``, ``readinto``, ``readline``, ``peek`` and ``seek``, it has
-    ``readexactly``.
+    It has ``read``, ``readinto``, ``readline``, ``peek``, ``seek`` and ``readexactly``.
     """
 
     def readexactly(self, n: int, /) -> bytes:
         """Return exactly ``n`` bytes.
 
         Raises:
-            TruncatedReadError: If the shard ends before.
+            TruncatedReadError: If the shard ends first.
         """
         data = self.read(n)
         if (missing := n - len(data)) > 0:
@@ -326,23 +318,23 @@ class ShardFile(io.BufferedReader):
         return data
 
 
-# Blocks with the position after them; None to ask for another piece.
+# Yields blocks with the position after them, or None to ask for another piece.
 Steps: TypeAlias = Generator[tuple[list[Any], Any] | None, None, None]
 
 
 class ByteFormatSpec(NamedTuple):
-    """How the shards of one format become samples."""
+    """How the bytes of a format's shards become samples."""
 
     steps: Callable[[ByteFeed], Steps]  # makes the generator
-    is_quick: bool = False  # whether a small piece needs less time than a thread costs
-    waits: bool = False  # whether the generator takes the pieces itself, and waits
+    is_quick: bool = False  # whether a small piece takes less time than a thread costs
+    waits: bool = False  # whether the generator waits for pieces (a user's does)
     piece: int = 1 << 17  # bytes of a file read at once without a thread
-    # Makes the only sample in the bytes of a shard from a start on, quickly; or returns
-    # NotImplemented, and the steps make it. None: they always do.
+    # Makes the one sample in some bytes of a shard, given its URL and their offset;
+    # returns NotImplemented where only the steps can make it.
     quick: Callable[[str, int, memoryview], Any] | None = None
 
 
-# What a user has for a format: a generator function of a file.
+# A user's format is a generator function of a file.
 SpecOrGenerator: TypeAlias = ByteFormatSpec | Callable[[ShardFile], Iterable[Any]]
 
 
@@ -354,37 +346,39 @@ def spec_of(make: SpecOrGenerator) -> ByteFormatSpec:
         raise TypeError(
             f"make must be a plain generator function of a file, got {make!r}"
         )
-    return ByteFormatSpec(functools.partial(_generated, make), waits=True)
+    return ByteFormatSpec(partial(_run_generator, make), waits=True)
 
 
 def _takes_file(make: Callable[..., Any]) -> bool:
-    """Return whether one argument is enough."""
+    """Tell whether a function can be called with one argument."""
     try:
         inspect.signature(make).bind(None)
     except TypeError:
         return False
-    except ValueError:  # a built-in that has no signature
+    except ValueError:  # a built-in function without a signature
         pass
     return True
 
 
-def _generated(generate: Callable[[ShardFile], Iterable[Any]], feed: ByteFeed) -> Steps:
-    """Run a user's generator over a blocking file, in blocks."""
-    file = ShardFile(feed, _BUFFER)
+def _run_generator(
+    generate: Callable[[ShardFile], Iterable[Any]], feed: ByteFeed
+) -> Steps:
+    """Yield the samples of a user's generator over a blocking file, in blocks."""
+    file = ShardFile(feed, _BUFFER_BYTES)
     samples: Any = generate(file)
-    if not isinstance(samples, Iterator):  # a list is read whole: it has no position
+    if not isinstance(samples, Iterator):  # a list has no position to resume at
         raise TypeError(
-            f"make must be a generator function, and {name_of(generate)!r} returned a "
+            f"make must be a generator function, and {qualname(generate)!r} returned a "
             f"value of type {type(samples).__name__!r}"
         )
     failure: BaseException | None = None
     is_going, now = True, time.monotonic
     with contextlib.ExitStack() as stack:
-        if hasattr(samples, "close"):  # `map`, for one, has none
+        if hasattr(samples, "close"):  # `map` has none
             stack.callback(samples.close)
         while is_going:
             block, want, is_going = list[Any](), feed.want, False
-            feed.left, stop = _FULL_BYTES, now() + _FULL_SECONDS
+            feed.left, stop = _MAX_BYTES, now() + _MAX_SECONDS
             try:
                 for sample in samples:
                     block.append(sample)
@@ -398,15 +392,15 @@ def _generated(generate: Callable[[ShardFile], Iterable[Any]], feed: ByteFeed) -
         raise noted(failure, f"in {feed.url!r}, read up to byte {file.tell():,}")
 
 
-def sample_of(kind: ByteFormatSpec, url: str, start: int, data: memoryview) -> Any:
-    """Return the sample of exactly these bytes of a shard, as a stream gives it.
+def sample_of(spec: ByteFormatSpec, url: str, start: int, data: memoryview) -> Any:
+    """Return the one sample that exactly these bytes of a shard make.
 
     Raises:
-        DatasetError: If they are not those of one sample.
+        DatasetError: If they do not make one sample.
         BaseException: What the user's generator raises, or the error of the sample.
     """
-    if kind.quick is not None:
-        sample = kind.quick(url, start, data)
+    if spec.quick is not None:
+        sample = spec.quick(url, start, data)
         if type(sample) is FailedSample:
             raise sample.error
         if sample is not NotImplemented:
@@ -414,17 +408,16 @@ def sample_of(kind: ByteFormatSpec, url: str, start: int, data: memoryview) -> A
     feed, pieces = ByteFeed(url, start, is_part=True), iter((data, b""))
     feed.wait = lambda: next(pieces, b"")
     samples: list[Any] = []
-    for step in kind.steps(feed):
+    for step in spec.steps(feed):
         if step is None:
             feed.give(feed.wait())
         else:
             samples += step[0]
     if len(samples) != 1:
         stop = start + len(data)
-        text = f"{url!r} has {len(samples)} samples in its bytes {start:,} to {stop:,}"
         raise DatasetError(
-            f"{text}, which are one by its index; write the index again by `aioloader "
-            "index`",
+            f"{url!r} has {len(samples)} samples in its bytes {start:,} to {stop:,}, "
+            "and its index says one; write the index again by `aioloader index`",
             location=url,
         )
     (sample,) = samples
@@ -434,47 +427,46 @@ def sample_of(kind: ByteFormatSpec, url: str, start: int, data: memoryview) -> A
 
 
 def scanned(
-    kind: ByteFormatSpec, url: str, read: Callable[[], Buffer]
+    spec: ByteFormatSpec, url: str, read: Callable[[], Buffer]
 ) -> "array.array[int]":
-    """Return the numbers of a shard that is read to its end, in a thread.
+    """Read a whole shard, and return the offsets of its samples; runs in a thread.
 
-    A sample that fails alone has its place. ``read`` returns the next piece.
+    A failed sample has an entry, too. ``read`` returns the next piece.
 
     Raises:
         DatasetError: If the shard is damaged, so that samples after it are lost.
     """
     feed = ByteFeed(url, 0)
     feed.wait = read
-    numbers = array.array("Q", [0])
-    for step in kind.steps(feed):
+    offsets = array.array("Q", [0])
+    for step in spec.steps(feed):
         if step is None:
             feed.give(read())
             continue
         samples, after = step
-        for sample in samples:  # one at most, because the feed wants one
+        for sample in samples:  # at most one, as ``feed.want`` says
             if type(sample) is FailedSample and sample.ends:
                 raise sample.error
-            numbers.append(after)
-        if len(numbers) > 1:  # perhaps empty lines, or members of no sample, follow
-            numbers[-1] = after
-    return numbers
+            offsets.append(after)
+        if len(offsets) > 1:  # empty lines, or members of no sample, may follow
+            offsets[-1] = after
+    return offsets
 
 
 class ByteReader(BlockReader):
-    """Samples of one shard of bytes, in order; of a part, if it is not compressed.
+    """Reads the samples of one shard of bytes, or of a part of it, in order.
 
-    They are made in threads, a block at a time; by a quick generator without a thread,
-    as long as a file's bytes are in the page cache. A position is the start of a block
-    and the number of samples passed on since. A failed sample counts too: it is
-    reported once. A compressed shard can only start at its beginning; samples read
-    before are read again, and dropped.
+    Blocks are made in threads; those of quick formats on the loop, as long as the bytes
+    of a file are in the page cache. A position is the start of a block, and how many of
+    its samples were passed on. Failed samples count, so that each is reported once. A
+    compressed shard is read from its beginning when it is resumed.
     """
 
     def __init__(
         self,
         storage: Storage,
         part: ShardPart,
-        kind: ByteFormatSpec,
+        spec: ByteFormatSpec,
         position: ShardPosition,
         budget: int,
     ) -> None:
@@ -484,18 +476,20 @@ class ByteReader(BlockReader):
             start, stop = 0, None
         super().__init__(location, start, position.get("sample", 0))
         known = (
-            ExpectedVersion.of(position, version) if position or version else NOTHING
+            ExpectedVersion.of(position, version)
+            if position or version
+            else ANY_VERSION
         )
         self._source = source = storage.open(address, start, budget, known, stop)
         is_part = bool(stop and version and stop < version.size)
-        self._kind, self._feed = kind, ByteFeed(location, start, is_part=is_part)
+        self._spec, self._feed = spec, ByteFeed(location, start, is_part=is_part)
         self._unpacking = unpacker and unpacker(location, storage.unpack_bytes)
-        self._is_quick = kind.is_quick and unpacker is None
-        self._steps = self.generator = kind.steps(self._feed)
-        self._next: Any = start  # the mark before the next block
-        self._limit = _TRACKED_AT_ONCE
-        # Whether the generator wants a piece; whether one must be read, or is here.
-        self._asks, self._is_hungry = False, not isinstance(source, FileBytes)
+        self._is_quick = spec.is_quick and unpacker is None
+        self._steps = self.generator = spec.steps(self._feed)
+        self._next_mark: Any = start  # before the next block
+        self._limit = _MAX_CONTAINERS
+        self._needs_piece = False  # whether the generator has asked for one
+        self._must_fetch = not isinstance(source, FileBytes)  # whether none is here
         self._piece: Buffer | None = None
         self._fetching: concurrent.futures.Future[Buffer] | None = None
 
@@ -517,43 +511,43 @@ class ByteReader(BlockReader):
         return self._source.is_draining()
 
     async def make_here(self) -> PositionedBlocks | None:
-        """Make a block of bytes that are here, or in the page cache.
+        """Make blocks on the loop, of bytes that were fetched or are in the page cache.
 
-        None if a thread must do it: from the first time on that samples are large, or
-        bytes of a file are missing. Other tasks of the loop get a turn before it.
+        Return None if a thread must make them: from the first time on that samples are
+        large, or bytes of a file are missing. Other tasks get a turn before.
         """
         source = self._source
         read: Callable[[], Buffer | None] = self._take_piece
-        if not self._is_quick or self._is_hungry:
+        if not self._is_quick or self._must_fetch:
             return None
         if isinstance(source, FileBytes):
             await source.open()
-            read = functools.partial(source.read_here, self._kind.piece)
+            read = partial(source.read_here, self._spec.piece)
         await asyncio.sleep(0)
-        made = self.gather(self._blocks(2 * self._kind.piece, read, _TURN))
-        self._is_quick = self._is_hungry or bool(made)
-        return made if made or self.is_over else None
+        blocks = self.gather(self._blocks(2 * self._spec.piece, read, _TURN_SECONDS))
+        self._is_quick = self._must_fetch or bool(blocks)
+        return blocks if blocks or self.is_over else None
 
     async def make(self) -> PositionedBlocks:
-        """Make a block in a thread; or only get a piece, of which one is made here."""
+        """Make blocks in a thread; if quick, only fetch a piece for ``make_here``."""
         source = self._source
-        if self._kind.waits:
+        if self._spec.waits:
             if self.thread is None:
                 await self._start_thread()
-            # One step, which is limited in bytes and time where it reads.
+            # One step: ``_run_generator`` limits its bytes and time.
             blocks = self._blocks(0, lambda: None, 0.0)
             return await in_thread(self.gather, blocks, executor=self.thread)
         if isinstance(source, FileBytes):
-            most = source.at_once
-            return await source.use(lambda read: self.gather(self._blocks(most, read)))
-        if self._is_hungry:
-            self._piece, self._is_hungry = await source.read(), False
+            size = source.at_once
+            return await source.use(lambda read: self.gather(self._blocks(size, read)))
+        if self._must_fetch:
+            self._piece, self._must_fetch = await source.read(), False
             if self._is_quick:
                 return []
         return await in_thread(self.gather, self._blocks(sys.maxsize, self._take_piece))
 
     async def interrupt(self) -> None:
-        """End the wait of a generator for bytes."""
+        """Cancel the read that a generator's thread waits for."""
         if self._fetching is not None:
             self._fetching.cancel()
 
@@ -562,7 +556,7 @@ class ByteReader(BlockReader):
 
     async def _start_thread(self) -> None:
         loop = asyncio.get_running_loop()
-        read: Callable[[], Buffer] = functools.partial(self._fetch, loop)
+        read: Callable[[], Buffer] = partial(self._fetch, loop)
         if isinstance(self._source, FileBytes):
             await self._source.open()
             read = self._source.read_here
@@ -573,6 +567,7 @@ class ByteReader(BlockReader):
         self.own_thread()
 
     def _fetch(self, loop: asyncio.AbstractEventLoop) -> Buffer:
+        """Wait in a thread for a read on the loop."""
         read = self._source.read()
         self._fetching = asyncio.run_coroutine_threadsafe(read, loop)
         if self.is_over:
@@ -584,48 +579,47 @@ class ByteReader(BlockReader):
 
     def _take_piece(self) -> Buffer | None:
         piece, self._piece = self._piece, None
-        self._is_hungry = piece is None
+        self._must_fetch = piece is None
         return piece
 
     def _blocks(
-        self, most: int, read: Callable[[], Buffer | None], seconds: float = math.inf
+        self, size: int, read: Callable[[], Buffer | None], seconds: float = math.inf
     ) -> Iterator[tuple[Any, list[Any]]]:
-        """Run the generator until a block is full, or ``read`` has no piece yet.
+        """Yield blocks with the mark before each, until ``read`` returns None.
 
-        No piece is read after ``most`` bytes; with ``seconds`` (of processor time,
-        after which a block ends), only if there are no samples.
+        Stop after ``size`` bytes, a full block, or ``seconds`` of processor time.
         """
         feed, count, limit = self._feed, 0, self._limit
         stop = time.thread_time() + seconds
         while count < limit:
-            if self._asks:
-                if most <= 0:
+            if self._needs_piece:
+                if size <= 0:
                     return
                 piece = self._unpacked(read) if self._unpacking else read()
                 if piece is None:
                     return
                 feed.give(piece)
-                most -= len(feed.view)
+                size -= len(feed.view)
             feed.want = limit - count
             step = next(self._steps, _END)
-            self._asks = step is None
+            self._needs_piece = step is None
             if step is _END:
                 self.is_over = True
                 return
             if step:
-                made, after = step
-                if made:
-                    yield self._next, made
-                    count += len(made)
-                    is_tracked = gc.is_tracked(made[-1])
-                    self._limit = _TRACKED_AT_ONCE if is_tracked else _AT_ONCE
+                block, after = step
+                if block:
+                    yield self._next_mark, block
+                    count += len(block)
+                    is_container = gc.is_tracked(block[-1])
+                    self._limit = _MAX_CONTAINERS if is_container else _MAX_SAMPLES
                 if self._unpacking is None:
-                    self._next = after
+                    self._next_mark = after
                 if time.thread_time() > stop and not feed.has_ended:
                     return
 
     def _unpacked(self, read: Callable[[], Buffer | None]) -> Buffer | None:
-        """Return the next piece, unpacked; None if ``read`` has none."""
+        """Return the next decompressed piece; None if ``read`` has none."""
         assert self._unpacking is not None
         packed: Buffer | None = None
         try:
@@ -639,7 +633,7 @@ class ByteReader(BlockReader):
 
 
 class ByteFormat(ShardFormat):
-    """Shards at ``addresses``, which are patterns; ``cuts``: where they can be cut."""
+    """Shards of bytes at ``addresses``, which are patterns. ``cuts`` can cut them."""
 
     def __init__(
         self,
@@ -650,7 +644,7 @@ class ByteFormat(ShardFormat):
     ) -> None:
         self._addresses = addresses
         self.storage: Storage = storage
-        self._kind = spec_of(make)
+        self._spec = spec_of(make)
         self._cuts = cuts
 
     async def shards(
@@ -679,20 +673,17 @@ class ByteFormat(ShardFormat):
         part = (
             shard if isinstance(shard, ShardPart) else ShardPart(shard, 0, None, None)
         )
-        return ByteReader(self.storage, part, self._kind, position, budget)
+        return ByteReader(self.storage, part, self._spec, position, budget)
 
     def address(self, shard: Any) -> Address:
         """Return the address of a whole shard."""
         address: Address = shard
         return address
 
-    def kind(self, shard: Any) -> ByteFormatSpec:  # noqa: ARG002  (here they are all alike)
-        """Return how a shard becomes samples."""
-        return self._kind
+    def spec(self, shard: Any) -> ByteFormatSpec:  # noqa: ARG002  (the same for all)
+        """Return how the bytes of a shard become samples."""
+        return self._spec
 
-    async def numbers(self, shard: Any) -> Numbers | None:
-        """Return where the samples of a shard start, and the last ends, by its index.
-
-        None if it has none.
-        """
+    async def offsets(self, shard: Any) -> Offsets | None:
+        """Return the offsets in the index next to a shard; None if there is none."""
         return await read_index(self.storage, shard)

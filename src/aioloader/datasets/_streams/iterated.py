@@ -1,4 +1,4 @@
-"""What all streams share: iteration, its share and its position, among any ranks.
+"""The base of all streams: iteration, sharding among ranks, and positions.
 
 Cancelling a step of an iteration loses nothing: its read continues in a separate task,
 and the next step gets the result.
@@ -29,18 +29,18 @@ from aioloader.protocols import BlockIterator, Outline, OwnStream
 
 Sample_co = TypeVar("Sample_co", covariant=True)
 # Most samples that ``async for`` reads at once, if they come quickly.
-_AHEAD = 256
-_GROUPS = RankStore()  # that of the process group, if there is one
+_MAX_AHEAD = 256
+_GROUP_STORE = RankStore()  # the store of the process group, if there is one
 
 
 class Iterated(Dataset[Sample_co], OwnStream):
-    """The part of a stream that is not a step."""
+    """The base of all streams; ``Stream`` adds the methods that append steps."""
 
-    sources: "tuple[Iterated[Any], ...]" = ()  # what it is made of
-    leaves_out = False  # whether failed samples do not count: others take their places
-    refills = False  # whether samples of the beginning are repeated until all ranks end
+    sources: "tuple[Iterated[Any], ...]" = ()  # the streams that it reads
+    leaves_out = False  # whether other samples take the places of failed ones
+    refills = False  # whether the first samples are repeated until all ranks end
 
-    # Without this, `for x in stream` would ask for `__getitem__`, and never end.
+    # Without this, `for x in stream` would call `__getitem__`, and never end.
     __iter__: ClassVar[None] = None
 
     def __init__(self, *sources: "Iterated[Any]") -> None:
@@ -48,15 +48,14 @@ class Iterated(Dataset[Sample_co], OwnStream):
         self._is_chosen = False
         self._loaded: State | None = None
         self.sources = sources
-        # Those of the first source apply.
-        first: Any = sources[0] if sources else None
+        first: Any = sources[0] if sources else None  # its settings apply
         self.ranks: tuple[int, int] | None = getattr(first, "ranks", None)
         self.has_peers: bool = getattr(first, "has_peers", False)
         self.num_readers: int | None = getattr(first, "num_readers", None)
-        self.rank_store: RankStore = getattr(first, "rank_store", _GROUPS)
-        self.is_endless: bool = any(one.is_endless for one in sources)
-        self.continues: bool = any(one.continues for one in sources)
-        self.reread: list[str] = [name for one in sources for name in one.reread]
+        self.rank_store: RankStore = getattr(first, "rank_store", _GROUP_STORE)
+        self.is_endless: bool = any(source.is_endless for source in sources)
+        self.continues: bool = any(source.continues for source in sources)
+        self.reread: list[str] = [name for up in sources for name in up.reread]
 
     def __aiter__(self) -> "StreamIterator[Sample_co]":
         """Return an iteration over this rank's part.
@@ -75,15 +74,15 @@ class Iterated(Dataset[Sample_co], OwnStream):
         number, workers = (worker.id, worker.num_workers) if worker else (0, 1)
         ranks = world_size * workers
         readers = self.num_readers or ranks if state is None else state["readers"]
-        deal = ReaderAssignment(rank * workers + number, ranks, readers)
-        if (cost := deal.cost()) is not None:
+        assignment = ReaderAssignment(rank * workers + number, ranks, readers)
+        if (cost := assignment.cost()) is not None:
             warn(cost)
         agrees = world_size > 1 or self.has_peers
         store = self.rank_store.resolved() if agrees else None
-        agreement = (
-            Agreement(store, deal.rank, ranks, epoch, workers) if store else None
-        )
-        iterator = StreamIterator(self, epoch, deal, state, agreement)
+        agreement: Agreement | None = None
+        if store is not None:
+            agreement = Agreement(store, assignment.rank, ranks, epoch, workers)
+        iterator = StreamIterator(self, epoch, assignment, state, agreement)
         self._loaded = None
         if driver is None and not self._is_chosen:
             self._epoch = epoch + 1
@@ -114,7 +113,7 @@ class Iterated(Dataset[Sample_co], OwnStream):
 
         Args:
             rank: Its number.
-            world_size: How many there are.
+            world_size: The number of ranks.
             has_peers: Whether other processes read the same part, as tensor-parallel
                 ones do: they agree on the shards even if there is only one rank.
 
@@ -129,11 +128,11 @@ class Iterated(Dataset[Sample_co], OwnStream):
     def agree(self, store: Any = None, *, timeout: float | None = None) -> Self:
         """Let the ranks agree through a store of ``torch.distributed``.
 
-        Where ranks share a stream, the first one to arrive stores what it found (names,
-        or the keys where a table is cut), and the others adopt it or raise an error: a
-        list that changes loses and duplicates nothing. No rank waits for another. With
-        the loader's ``tail`` they also agree on the end of an epoch of unknown length.
-        Processes that read the same part, as tensor-parallel ones do, agree like ranks.
+        The first rank to arrive stores what it found (names, or the keys where a table
+        is cut). The others adopt it or raise an error, so a list that changes loses and
+        duplicates nothing. No rank waits for another. With the loader's ``tail`` they
+        also agree on the end of an epoch of unknown length. Processes that read the
+        same part, as tensor-parallel ones do, agree like ranks.
 
         Args:
             store: Shared by all ranks, and used by this run alone: a ``TCPStore`` or a
@@ -149,12 +148,12 @@ class Iterated(Dataset[Sample_co], OwnStream):
         Readers take turns, sample by sample, and ranks share them: the batches number
         ``k`` of all ranks have the same samples for any number of ranks, if their sizes
         add up to the same. A reader that ends before the others leaves its turns empty.
-        Without this method each rank (each worker, with ``fetch="workers"``) is one
-        reader, and the order depends on how many there are.
+        By default each rank (each worker, with ``fetch="workers"``) is one reader, so
+        the order depends on their number.
 
-        Each reader has separate lanes, steps and ``shuffle`` windows, and reads an
-        iterable from the start itself; ``max_bytes`` is shared by all on one rank. So
-        there must be at least as many shards, and ``count`` is best a multiple of all
+        Each reader has separate slots, steps and ``shuffle`` windows, and reads an
+        iterable from its start; all readers of a rank share ``max_bytes``. There must
+        be at least as many shards as readers. ``count`` should be a multiple of all
         planned numbers of ranks (24 for 1, 2, 3, 4, 6, 8 and 12): otherwise some ranks
         read some readers more than once, with a warning.
 
@@ -164,51 +163,48 @@ class Iterated(Dataset[Sample_co], OwnStream):
         return self._clone(num_readers=check_at_least(count, 1, "count"))
 
     async def open(self, reading: Reading, state: State) -> Cursor:
-        """Return a cursor; ``state`` is what its ``state`` returned, or empty."""
+        """Return a cursor at a cursor's ``state``, or at the beginning if empty."""
         raise NotImplementedError
 
     def describe(self) -> State:
         """Return what a state depends on, JSON-serialisable.
 
-        It is what determines the samples and their order, except names of shards,
-        which the state itself holds: ``"kind"``, parameters, and ``"of"``, the same for
-        the previous step. Left out: where the data lies, credentials, caches and
-        read-ahead. Under ``"function"`` are names of the user's functions: if they
-        differ, there is only a warning.
+        It has all that determines the samples and their order: ``"kind"``, parameters,
+        and ``"of"``, the previous step's description. Not included: names of shards,
+        which the state itself has; where the data lies, credentials, caches and
+        read-ahead. If names of the user's functions, under ``"function"``, differ,
+        there is only a warning.
         """
         return {"kind": type(self).__name__}
 
     def ahead(self) -> Ahead:
-        """Return how far it may be read ahead of the samples passed on."""
-        return min((one.ahead() for one in self.sources), default=Ahead.FREE)
+        """Return how far the stream may be read ahead of the samples passed on."""
+        return min((source.ahead() for source in self.sources), default=Ahead.FREE)
 
     def total(self) -> int | None:
-        """Return how many samples an epoch of all ranks has, if known.
-
-        It is known where ``epoch_length`` is the last step that changes their number.
-        """
+        """Return how many samples an epoch of all ranks has, if it is known."""
         return None
 
     def is_mixed(self) -> bool:
         """Tell whether samples of several sources alternate."""
-        return len(self.sources) > 1 or any(one.is_mixed() for one in self.sources)
+        return len(self.sources) > 1 or any(up.is_mixed() for up in self.sources)
 
     def places(self) -> list[str]:
-        """Return what distinguishes its sources from others of equal description."""
-        return [place for one in self.sources for place in one.places()]
+        """Return labels that distinguish sources of equal descriptions."""
+        return [place for source in self.sources for place in source.places()]
 
     def evened(self, tail: Tail, *, is_skipped: bool = False) -> Self:  # noqa: ARG002
-        """Return the stream whose ranks have equal parts.
+        """Return the stream with equal parts for all ranks.
 
-        Its sources are evened if it passes on as many samples as they have. Failed
-        samples of theirs count: this stream may fail after them.
+        Its sources are evened if it passes on as many samples as they have. Their
+        failed samples count, because this stream may fail after them.
         """
         is_known = self.total() is not None
         inner: Tail = tail if is_known else "uneven"
         is_open = not (is_known or self.is_endless)
         return self._clone(
             refills=is_open and tail in {"wrap", "pad"},
-            sources=tuple(one.evened(inner) for one in self.sources),
+            sources=tuple(source.evened(inner) for source in self.sources),
         )
 
     def outline(self, ranks: tuple[int, int] | None = None) -> Outline:
@@ -222,20 +218,20 @@ class Iterated(Dataset[Sample_co], OwnStream):
             continues=self.continues,
             chosen_epoch=self._epoch if self._is_chosen else None,
             reread=self.reread,
-            end_talk=self._end_talk,
+            end_talk=self._end_rounds,
         )
 
-    def _end_talk(self, tail: Tail, at: tuple[int, int]) -> EpochEndRounds | None:
+    def _end_rounds(self, tail: Tail, start: tuple[int, int]) -> EpochEndRounds | None:
         store, (rank, ranks) = self.rank_store.resolved(), self.ranks or (0, 1)
         if store is None:
             return None
-        what = [self.describe(), self.places(), tail]
-        return EpochEndRounds(store, rank, ranks, what=what, at=at, name=repr(self))
+        subject = [self.describe(), self.places(), tail]
+        return EpochEndRounds(store, rank, ranks, subject, start, repr(self))
 
     def carried(self, state: State, passed: int, share: ReaderShare) -> State | None:  # noqa: ARG002
-        """Return where a cursor begins the epoch after one that stopped at ``state``.
+        """Return a cursor's first state in the next epoch; None: the beginning.
 
-        So many samples were ``passed`` on after it. None: at the beginning.
+        In this epoch, ``passed`` samples were passed on after ``state``.
         """
         return None
 
@@ -245,12 +241,12 @@ class Iterated(Dataset[Sample_co], OwnStream):
         # Ranks of uneven parts end at different positions; the epoch is over for all.
         least = (self.total() or 0) if state.get("ended") else 0
         position = max(state["position"], least)
-        for name, one in state["streams"].items():
+        for name, reader in state["streams"].items():
             share = ReaderShare(int(name), readers, ranks=ranks)
-            passed = -(-(position - int(name)) // readers) - one["taken"]
-            passed = 0 if one.get("ended") else max(0, passed)
-            begins = self.carried(one["state"], passed, share)
-            streams[name] = {"taken": 0, "state": begins}
+            passed = -(-(position - int(name)) // readers) - reader["taken"]
+            passed = 0 if reader.get("ended") else max(0, passed)
+            first = self.carried(reader["state"], passed, share)
+            streams[name] = {"taken": 0, "state": first}
         return state_of(
             stream=self.describe(),
             epoch=self._epoch if self._is_chosen else epoch,
@@ -273,8 +269,8 @@ class Iterated(Dataset[Sample_co], OwnStream):
                 saved; if not, only their lengths are compared.
 
         Raises:
-            StateMismatchError: If it is of another version or stream, and names the
-                differences; or if it is not as it was saved.
+            StateMismatchError: If it is of another version or stream (the error names
+                the differences), or if it was modified.
         """
         self.load_position(opened(state), strict=strict)
 
@@ -290,15 +286,15 @@ class Iterated(Dataset[Sample_co], OwnStream):
         return clone
 
 
-# Frameworks add samplers to what is no IterableDataset. It is registered and not a
-# base: torch's class adds an `__iter__`, and a stream has none.
+# Frameworks add samplers to all but IterableDatasets. Torch's class is registered, not
+# inherited, because it has an `__iter__`, and a stream has none.
 IterableDataset.register(Iterated)
 
 
 class StreamIterator(BlockIterator, Generic[Sample_co]):
     """One iteration; a loader pulls blocks, ``async for`` single samples.
 
-    It reads the positions of a ``deal``; ranks compare their shards by ``agreement``.
+    It reads the readers of an ``assignment``; ``agreement`` compares ranks' shards.
     """
 
     reads_whole = True
@@ -307,43 +303,43 @@ class StreamIterator(BlockIterator, Generic[Sample_co]):
         self,
         stream: Iterated[Sample_co],
         epoch: int,
-        deal: ReaderAssignment,
+        assignment: ReaderAssignment,
         state: State | None = None,
         agreement: Agreement | None = None,
     ) -> None:
-        self.fills: bool = deal.is_alone
+        self.fills: bool = assignment.is_alone
         total = stream.total()
-        self.real: int | None = None if total is None else deal.part(total)
+        self.real: int | None = None if total is None else assignment.part(total)
         self.leaves_out: bool = stream.leaves_out
         self.refills: bool = stream.refills
         self._stream = stream
         self.epoch = epoch
-        self._deal = deal
-        fresh = {str(reader): {"taken": 0, "state": {}} for reader in deal.hosted()}
+        self._assignment = assignment
+        fresh = {str(k): {"taken": 0, "state": {}} for k in assignment.assigned()}
         self._known: State = {
             "stream": stream.describe(),
             "epoch": epoch,
             "begun": epoch if state is None else state["begun"],
-            "readers": deal.readers,
+            "readers": assignment.readers,
         }
         if state is None:
             state = state_of(**self._known, position=0, streams=fresh)
         elif not state["streams"]:  # all are at their beginning
             state = {**state, "streams": fresh}
-        self._state = part_of(state, deal)
-        # Ranks take turns from the position on, also if not all had as many before.
+        self._state = part_of(state, assignment)
+        # Ranks take turns from this position on, even if their counts differed before.
         position: int = self._state["position"]
-        self.at: int = -(-(position - deal.rank) // deal.ranks)
-        self._shift = position - self.at * deal.ranks
+        self.at: int = -(-(position - assignment.rank) // assignment.ranks)
+        self._shift = position - self.at * assignment.ranks
         self._agreement = agreement
         self._stack = AsyncExitStack()
         self._cursors: list[Cursor] = []
         self._readers: OneReader | ReadersInTurn | None = None
-        # The position before samples that ``take`` returned, and how many these are.
+        # A position, and how many samples ``take`` has returned since.
         self._mark: State | None = None
-        # Their number from each source is counted in the state itself.
-        self._is_mixed = stream.is_mixed()
         self._since = 0
+        # A mixture's state counts samples by source, so it is taken after each block.
+        self._is_mixed = stream.is_mixed()
         self._is_closed = False
         self._refusal: ShardChangedError | None = None
         self._reading: asyncio.Task[Block] | None = None
@@ -365,13 +361,12 @@ class StreamIterator(BlockIterator, Generic[Sample_co]):
         return result
 
     async def _next(self) -> Block:
-        """Return a block of one sample, read in a separate task."""
+        """Return a block of one sample, read in a task that outlives a cancellation."""
         if self._reading is None:
             if self._is_closed:
                 raise StopAsyncIteration
-            # If this step is cancelled, the state stays that before it.
-            self._state = self.position()
-            self._reading = _begun(self.pull(None))
+            self._state = self.position()  # stays if this step is cancelled
+            self._reading = _start(self.pull(None))
         if not self._reading.done():
             await asyncio.wait([self._reading])  # cancellation does not reach it
         reading, self._reading = self._reading, None
@@ -380,7 +375,7 @@ class StreamIterator(BlockIterator, Generic[Sample_co]):
         return reading.result()
 
     def again(self, state: State | None) -> "StreamIterator[Sample_co]":
-        return StreamIterator(self._stream, self.epoch, self._deal, state)
+        return StreamIterator(self._stream, self.epoch, self._assignment, state)
 
     def take(self, size: int, most: int) -> list[tuple[Block, State]]:
         readers = self._readers
@@ -390,24 +385,23 @@ class StreamIterator(BlockIterator, Generic[Sample_co]):
         mark, before = self._mark or self._now(), self._since
         blocks = readers.take(size, 1 if self._is_mixed else most)
         self._mark, self._since = mark, before + size * len(blocks)
-        position, step = mark["position"], self._deal.ranks
-        positions = [
-            {**mark, "position": position + (before + size * k) * step}
+        start, step = mark["position"], self._assignment.ranks
+        states = [
+            {**mark, "position": start + (before + size * k) * step}
             for k in range(1, 1 + len(blocks))
         ]
         if blocks and (self._is_mixed or not readers.has_more()):  # exact again
             self._mark, self._since = None, 0
-            positions[-1] = self._now()
-        return list(zip(blocks, positions, strict=True))
+            states[-1] = self._now()
+        return list(zip(blocks, states, strict=True))
 
     async def pull(self, limit: int | None, more: int = 0) -> Block:
         """Return the samples at the next ``limit`` positions; None: the next sample.
 
-        Up to so many ``more`` are read with them, if they come quickly.
-
-        If it ``fills``, there are 1 to ``limit``, and an empty block is the end.
-        Otherwise there may be fewer. A ``FailedSample`` in a list is a failure,
-        and the stream continues after it. Once cancelled, it can only be closed.
+        Up to ``more`` samples are read with them, if they come quickly. If the iterator
+        ``fills``, there are 1 to ``limit`` samples, and an empty block at the end;
+        otherwise there may be fewer. A ``FailedSample`` in a list is a failure, and the
+        stream continues after it. Once cancelled, the iterator can only be closed.
 
         Raises:
             StopAsyncIteration: At the end, if it does not fill; or of single samples.
@@ -426,7 +420,7 @@ class StreamIterator(BlockIterator, Generic[Sample_co]):
                     pull = readers.one() if limit is None else readers.pull(limit, more)
                     block = await pull
             except ShardChangedError as error:
-                # Nothing follows the position of the state, even if pulled again.
+                # No sample follows the position in the state: raise it again.
                 self._refusal = error
                 raise
             if block is None:
@@ -440,54 +434,56 @@ class StreamIterator(BlockIterator, Generic[Sample_co]):
 
     async def _open(self) -> OneReader | ReadersInTurn:
         """Open the readers at their positions in the state."""
-        deal, listed, found = self._deal, dict[Any, Any](), list[Reader]()
-        for number, wanted in zip(deal.hosted(), deal.wanted(self.at), strict=True):
+        assignment, listed, readers = self._assignment, dict[Any, Any](), list[Reader]()
+        each = zip(assignment.assigned(), assignment.upcoming(self.at), strict=True)
+        for number, wanted in each:
             known = self._state["streams"][str(number)]
             has_ended = known.get("ended", False)
             first = known["taken"] if has_ended else wanted
             cursor: Cursor | None = None
             if self.fills or not has_ended:
-                part = self.epoch, deal.share(number), self._stack, listed
+                part = self.epoch, assignment.share(number), self._stack, listed
                 reading = Reading(*part, self._agreement, self._known["begun"])
                 cursor = await self._stream.open(reading, known["state"])
                 self._cursors.append(cursor)
                 if self.fills:
-                    ahead = _AHEAD if self._stream.ahead() is Ahead.FREE else 1
-                    how: Any = {"ahead": ahead, "leaves_out": self.leaves_out}
-                    return OneReader(cursor, known, first, self.at, **how)
-            found.append(Reader(cursor, known, first, deal.stride))
-        return ReadersInTurn(deal, found, self.at, self._shift)
+                    ahead = _MAX_AHEAD if self._stream.ahead() is Ahead.FREE else 1
+                    options: Any = {"ahead": ahead, "leaves_out": self.leaves_out}
+                    return OneReader(cursor, known, first, self.at, **options)
+            readers.append(Reader(cursor, known, first, assignment.stride))
+        return ReadersInTurn(assignment, readers, self.at, self._shift)
 
     def state_dict(self) -> State:
         """Return the position after the last sample returned, ready for JSON.
 
-        It has the progress of all ranks in step, and the positions of the readers that
-        this one reads; ``merge_states`` makes one state from those of all ranks.
+        It has the progress of all ranks in step, and the positions of this rank's
+        readers; ``merge_states`` combines the states of all ranks.
         """
         return sealed(self.position())
 
     def position(self) -> State:
-        """Return the state without its checksum, which takes longer."""
+        """Return the state without its checksum, which takes longer to compute."""
         if self._reading is not None or self._is_closed:
             return self._state
         if self._mark is None:
             return self._now()
-        position = self._mark["position"] + self._since * self._deal.ranks
+        position = self._mark["position"] + self._since * self._assignment.ranks
         return {**self._mark, "position": position}
 
     def _now(self) -> State:
-        readers, deal = self._readers, self._deal
+        readers, assignment = self._readers, self._assignment
         if readers is None:
             return self._state
-        position = readers.at * deal.ranks + self._shift
+        position = readers.position * assignment.ranks + self._shift
         end = {"ended": True} if readers.has_ended() else {}
-        streams = dict(zip(map(str, deal.hosted()), readers.states(), strict=True))
+        names = map(str, assignment.assigned())
+        streams = dict(zip(names, readers.states(), strict=True))
         return state_of(**self._known, position=position, streams=streams, **end)
 
     async def aclose(self) -> None:
         """Stop pending work and wait for it to end; if cancelled, it continues."""
         if self._closing is None:
-            self._closing = _begun(self._close())
+            self._closing = _start(self._close())
         await asyncio.wait([self._closing])
         self._closing.result()
 
@@ -499,11 +495,12 @@ class StreamIterator(BlockIterator, Generic[Sample_co]):
         await self._release()
 
     def _settle(self) -> None:
+        """Keep the last position, and refuse further reads."""
         self._state = self.position()
         self._is_closed = True
 
     async def _release(self) -> None:
-        """Close what is open; can be called again if that was cancelled."""
+        """Close the readers; can be called again if it was cancelled."""
         self._settle()
         async with self._stack:
             if self._readers is not None:
@@ -523,8 +520,8 @@ class StreamIterator(BlockIterator, Generic[Sample_co]):
         await self.aclose()
 
 
-def _begun(job: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-    """Return a task; where Python allows it, it has already run to its first wait."""
+def _start(job: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+    """Start a task; eagerly, up to its first wait, on Python 3.12 and later."""
     if sys.version_info >= (3, 12):
         loop = asyncio.get_running_loop()
         return asyncio.Task(job, loop=loop, eager_start=True)

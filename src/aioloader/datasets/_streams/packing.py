@@ -1,9 +1,8 @@
 """The steps ``pack``, of documents to samples of one length, and ``unbatch``.
 
-A strategy of ``pack`` is a cursor that gives rows, which are pieces of documents, and
-has the position; ``Packed`` makes their arrays, many at once. Memory holds the
-documents of the open row and of one read, or those of two windows, and the samples made
-at once.
+A strategy of ``pack`` is a cursor that plans rows, which are pieces of documents, and
+has the position; ``Packed`` makes the arrays of many rows at once. Memory holds the
+documents of the open row and of one read, or those of two windows, and a block of rows.
 """
 
 import inspect
@@ -18,25 +17,24 @@ import numpy as np
 from aioloader._base.blocks import Block, Columns, FailedSample, join, read_block
 from aioloader._base.cancellation import in_thread
 from aioloader._order.permutation import paced, pause
-from aioloader.datasets._streams.cursors import Cursor, Reading, State, check_again
+from aioloader.datasets._streams.cursors import Cursor, Reading, State, check_replayed
 from aioloader.datasets._streams.steps import Step, Windowed, failed_in
 from aioloader.datasets._tokens import IGNORED, Array, samples_of
 from aioloader.errors import ShardChangedError
 
 Overlong: TypeAlias = Literal["split", "truncate", "drop"]
-_MOST = np.iinfo(np.int64).max
-# Documents that are packed between two chances for other threads to take the GIL.
-_MOMENT = 1 << 10
+_INT64_MAX = np.iinfo(np.int64).max
+# Documents to pack before other threads get a chance to take the GIL.
+_PAUSE_DOCUMENTS = 1 << 10
 Strategy: TypeAlias = Literal["concat", "best_fit"]
 Last: TypeAlias = Literal["drop", "pad"]
-# Most documents that are read at once, and so again after a load.
-_DOCUMENTS = 64
-# Most tokens of documents that are copied on the loop: a fraction of a millisecond.
-_COPIED = 1 << 17
-# Most tokens of samples that are made at once: their memory stays in caches. Most
-# samples, if they are short.
-_TOKENS, _ROWS = 1 << 15, 512
-# Samples whose items are in memory: plain ones, and blocks.
+# Most documents to read at once, and so to read again after a load.
+_MAX_DOCUMENTS = 64
+# Most tokens of documents to copy on the loop: takes a fraction of a millisecond.
+_LOOP_TOKENS = 1 << 17
+# Most tokens of a block, so that it stays in caches; most rows, if they are short.
+_BLOCK_TOKENS, _BLOCK_ROWS = 1 << 15, 512
+# Samples whose items are all in memory.
 _PLAIN = FailedSample, list, tuple
 _WHOLE = *_PLAIN, Columns
 
@@ -45,21 +43,21 @@ class Document(NamedTuple):
     """A document, or a piece of one."""
 
     tokens: Array  # integers, shape (length,)
-    mask: Array | None = None  # which tokens are to be predicted, bool; None: all
+    mask: Array | None = None  # bool: which tokens are to be predicted; None: all
 
     def part(self, start: int, stop: int | None = None) -> "Document":
         mask = None if self.mask is None else self.mask[start:stop]
         return Document(self.tokens[start:stop], mask)
 
-    def label(self, at: int) -> int:
+    def label(self, index: int) -> int:
         """Return a token, or ``IGNORED`` if it is not to be predicted."""
-        is_counted = self.mask is None or self.mask[at]
-        return int(self.tokens[at]) if is_counted else IGNORED
+        is_counted = self.mask is None or self.mask[index]
+        return int(self.tokens[index]) if is_counted else IGNORED
 
     def framed(self, bos: int | None, eos: int | None) -> "Document":
-        """Return the document with tokens added; an end counts if the last token does.
+        """Return the document between ``bos`` and ``eos``, if they are given.
 
-        The beginning is never predicted: no token of the document precedes it.
+        ``bos`` is never predicted; ``eos`` is predicted if the last token is.
         """
         first, size = int(bos is not None), len(self.tokens)
         stop = first + size
@@ -81,10 +79,7 @@ NOTHING = Document(np.empty(0, np.int64))
 
 
 def document_of(sample: Any) -> Document:
-    """Return the document that a sample is.
-
-    It is integers, or a mapping with ``input_ids`` and perhaps ``loss_mask``.
-    """
+    """Return the document in a sample: integers, or ``input_ids`` and ``loss_mask``."""
     mask = None
     if isinstance(sample, Mapping):
         if "input_ids" not in sample:
@@ -105,39 +100,39 @@ def document_of(sample: Any) -> Document:
     return Document(tokens, mask.astype(bool))
 
 
-def _array(values: Any, kinds: str, what: str) -> Array:
-    """Return values as an array of one of some ``kinds`` of dtype."""
+def _array(values: Any, kinds: str, name: str) -> Array:
+    """Return values as an array with one of the given ``kinds`` of dtype."""
     try:
         array = np.asarray(values)
     except (ValueError, RuntimeError) as error:
         raise TypeError(
-            f"{what} must be a 1-D array, got {type(values).__name__}: {error}"
+            f"{name} must be a 1-D array, got {type(values).__name__}: {error}"
         ) from error
     if array.ndim == 1 and array.dtype.kind in kinds:
-        if array.dtype == np.uint64 and array.max(initial=0) > _MOST:
+        if array.dtype == np.uint64 and array.max(initial=0) > _INT64_MAX:
             raise ValueError(
-                f"{what} has {array.max():,}, which is above int64's limit"
+                f"{name} has {array.max():,}, which is above int64's limit"
             )
         return array
     if isinstance(values, (list, tuple)) and not values:
         return array.astype(np.int64)
     raise TypeError(
-        f"{what} must be a 1-D array of integers, got {type(values).__name__} of shape "
+        f"{name} must be a 1-D array of integers, got {type(values).__name__} of shape "
         f"{array.shape} and dtype {array.dtype}; tokenize texts first"
     )
 
 
 class PlannedRow(NamedTuple):
-    """One sample that is not made yet."""
+    """The pieces of one sample that is not made yet."""
 
-    pieces: list[Document]  # its documents; what they lack is padding
+    pieces: list[Document]  # of documents; padding fills the rest
     following: int = IGNORED  # the last token's label, if labels are shifted
 
 
-def laid_out(
+def make_samples(
     rows: Sequence[PlannedRow], length: int, pad: int, *, shift: bool
 ) -> list[dict[str, Array]]:
-    """Return the samples of rows, views of arrays that they share."""
+    """Return the samples of rows; they are views of shared arrays."""
     pieces, padded = list[Document](), list[tuple[int, int]]()
     for place, row in enumerate(rows):
         pieces += row.pieces
@@ -155,24 +150,22 @@ def laid_out(
         ]
         counts = np.concatenate(masks)
     following = [row.following for row in rows]
-    made = samples_of(tokens, sizes, following, counts, shift=shift)
+    block = samples_of(tokens, sizes, following, counts, shift=shift)
     for place, size in padded:
-        made["labels"][place, size:] = IGNORED
-    return [
-        dict(zip(made, arrays, strict=True))
-        for arrays in zip(*made.values(), strict=True)
-    ]
+        block["labels"][place, size:] = IGNORED
+    rows_of = zip(*block.values(), strict=True)
+    return [dict(zip(block, arrays, strict=True)) for arrays in rows_of]
 
 
 class DeliveredProgress(NamedTuple):
-    """What need not be read again once a row or a failure was passed on."""
+    """Progress to record after a row or a failed document is delivered."""
 
-    documents: int  # how many, of those that were needed until then
-    offset: int = 0  # tokens of the next one that are not needed
-    failed: int | None = None  # position of a failed one among those that are
+    documents: int  # how many documents need not be read again
+    offset: int = 0  # the tokens of the next document that are in delivered rows
+    failed: int | None = None  # the position of the failed document, if it failed
 
 
-def fitted(
+def pack_best_fit(
     documents: Iterable[Document], length: int, overlong: Overlong
 ) -> list[PlannedRow]:
     """Pack documents into rows by best fit, the longest first.
@@ -180,7 +173,7 @@ def fitted(
     Source: best fit decreasing (Johnson, "Near-Optimal Bin Packing Algorithms", 1973),
     for documents: Ding et al., "Fewer Truncations Improve Language Modeling" (2024).
     """
-    pieces = [*chain.from_iterable(_cut(one, length, overlong) for one in documents)]
+    pieces = [*chain.from_iterable(_cut(d, length, overlong) for d in documents)]
     sizes = [len(row.pieces[0].tokens) for row in pieces]
     rows: list[PlannedRow] = []
     for places in best_fit(sizes, length):
@@ -192,7 +185,7 @@ def fitted(
 
 
 def _cut(document: Document, length: int, overlong: Overlong) -> Iterable[PlannedRow]:
-    """Return rows of one piece each."""
+    """Return the rows of one document, of one piece each."""
     size = len(document.tokens)
     if size <= length:
         return [PlannedRow([document])] if size else []
@@ -202,46 +195,44 @@ def _cut(document: Document, length: int, overlong: Overlong) -> Iterable[Planne
         return [PlannedRow([document.part(0, length)])]
     return [
         PlannedRow(
-            [document.part(at, at + length)],
-            document.label(at + length) if at + length < size else IGNORED,
+            [document.part(stop - length, stop)],
+            document.label(stop) if stop < size else IGNORED,
         )
-        for at in range(0, size, length)
+        for stop in range(length, size + length, length)
     ]
 
 
 def best_fit(sizes: Sequence[int], length: int) -> list[list[int]]:
-    """Return which sizes, by their positions, share each bin of ``length``.
-
-    Each goes where the least room is left that suffices, the largest first.
-    """
+    """Pack sizes into bins of ``length``; return the positions in each bin."""
     bins: list[list[int]] = []
-    rooms: list[int] = []  # that some bin has left, ascending
+    rooms: list[int] = []  # the different rooms left in bins, ascending
     with_room: defaultdict[int, list[list[int]]] = defaultdict(list)
+    # The largest first, each where the least sufficient room is left.
     order: list[int] = np.argsort(-np.asarray(sizes), kind="stable").tolist()
     for done, place in enumerate(order):
-        if done % _MOMENT == _MOMENT - 1:
+        if done % _PAUSE_DOCUMENTS == _PAUSE_DOCUMENTS - 1:
             pause()
         size = sizes[place]
-        at = bisect_left(rooms, size)
-        if at < len(rooms):
-            room = rooms[at]
-            found = with_room[room].pop()
+        index = bisect_left(rooms, size)
+        if index < len(rooms):
+            room = rooms[index]
+            target = with_room[room].pop()
             if not with_room[room]:
-                del rooms[at]
-            found.append(place)
+                del rooms[index]
+            target.append(place)
         else:
-            room, found = length, [place]
-            bins.append(found)
+            room, target = length, [place]
+            bins.append(target)
         left = room - size
         if left:
             if not with_room[left]:
                 insort(rooms, left)
-            with_room[left].append(found)
+            with_room[left].append(target)
     return bins
 
 
 class Packed(Step):
-    """Samples made of the rows of a strategy, whose state is its state."""
+    """Makes the samples of a strategy's rows; its state is the strategy's."""
 
     kind = "pack"
     overshoots = True
@@ -256,27 +247,28 @@ class Packed(Step):
         reading: Reading,
         *,
         strategy: Strategy,
-        **how: Any,
+        **options: Any,
     ) -> None:
         kind = Concatenated if strategy == "concat" else BestFit
-        super().__init__(kind(upstream, state, reading, **how), {}, reading, **how)
+        upstream = kind(upstream, state, reading, **options)
+        super().__init__(upstream, {}, reading, **options)
 
-    async def _more(self, limit: int) -> Block:
+    async def _next_block(self, limit: int) -> Block:
         rows = self.upstream
-        # As many as are made for the price of one, however few are asked for.
-        most = min(_ROWS, max(1, _TOKENS // self.length))
-        if not (rows.ready or await rows.fill(max(min(limit, _ROWS), most))):
+        # A whole block, however few are asked for: it costs little more than one row.
+        most = min(_BLOCK_ROWS, max(1, _BLOCK_TOKENS // self.length))
+        if not (rows.ready or await rows.fill(max(min(limit, _BLOCK_ROWS), most))):
             return []
         block: Any = rows.take(most)
-        is_quick = self.length <= _TOKENS
-        return await in_thread(self._made_of, block, is_quick=is_quick)
+        is_quick = self.length <= _BLOCK_TOKENS
+        return await in_thread(self._samples_of, block, is_quick=is_quick)
 
-    def _made_of(self, block: list[Any]) -> list[Any]:
-        rows = [one for one in block if type(one) is not FailedSample]
+    def _samples_of(self, block: list[Any]) -> list[Any]:
+        rows = [row for row in block if type(row) is not FailedSample]
         if not rows:
             return block
-        samples = iter(laid_out(rows, self.length, self.pad, shift=self.shift))
-        return [one if type(one) is FailedSample else next(samples) for one in block]
+        samples = iter(make_samples(rows, self.length, self.pad, shift=self.shift))
+        return [row if type(row) is FailedSample else next(samples) for row in block]
 
     def pass_on(self, count: int) -> None:
         self.upstream.pass_on(count)
@@ -288,10 +280,10 @@ class Packed(Step):
 class Concatenated(Step):
     """Rows of documents laid end to end.
 
-    Its state is the position of the document where the next row starts, with the
-    ``offset`` in it. Positions of later documents count from there: those that
-    ``failed`` and were passed on, which are left out when they are read again; the
-    ``lost`` ones of them could not be read, and must not be readable then.
+    The state is the position of the document where the next row starts, with the
+    ``offset`` in it. Positions of later documents count from there: ``failed`` ones
+    were passed on, and are left out when they are read again; of these, ``lost`` ones
+    could not be read, and must be unreadable again.
     """
 
     kind = "pack"
@@ -305,28 +297,28 @@ class Concatenated(Step):
     def __init__(self, *args: Any, **parameters: Any) -> None:
         super().__init__(*args, **parameters)
         self._waiting: deque[Document | FailedSample] = deque()
-        self._at: int = self.own["offset"]  # in the first waiting one
-        # The open row, and the documents since its start that are no longer waiting.
+        self._offset: int = self.own["offset"]  # in the first waiting document
+        # The open row, its free tokens, and the documents used since its start.
         self._pieces: list[Document] = []
-        self._room, self._held = self.length, 0
-        # Of each row and failure that was not passed on, and whether it was lost.
-        self._marks: deque[tuple[DeliveredProgress, bool]] = deque()
-        self._read = self._tokens = 0
-        # Of documents known from before a load: those that failed, and how many.
+        self._room, self._used = self.length, 0
+        # Of each row and failure not passed on yet, and whether it could not be read.
+        self._progress: deque[tuple[DeliveredProgress, bool]] = deque()
+        self._read = self._tokens = 0  # documents, and their tokens
+        # The failed documents of a loaded state, and how many documents it knows.
         self._failed, self._lost = self.own["failed"], self.own["lost"]
         offset = min(1, self.own["offset"])
-        self._before: int = max([offset, *(at + 1 for at in self._failed)])
+        self._num_known: int = max([offset, *(place + 1 for place in self._failed)])
 
-    async def _more(self, limit: int) -> Block:
+    async def _next_block(self, limit: int) -> Block:
         upstream = self.upstream
         since: int | None = None
         while not (made := self._cut(limit)):
             since = None if self._pieces else self._made_nothing(since)
-            ask = self._ask(limit)
+            ask = self._count_to_read(limit)
             if not (upstream.ready or await upstream.fill(ask)):
                 self._check([])
                 if self.last == "pad" and self._pieces:
-                    made = [(PlannedRow(self._pieces), self._begin(0))]
+                    made = [(PlannedRow(self._pieces), self._begin_row(0))]
                 break
             block = upstream.take(ask)
             self._check(block)
@@ -334,72 +326,72 @@ class Concatenated(Step):
             self._waiting.extend(documents)
             self._read += len(documents)
             self._tokens += sum(
-                len(one.tokens) for one in documents if isinstance(one, Document)
+                len(d.tokens) for d in documents if isinstance(d, Document)
             )
-        for one, passed in made:
-            is_lost = type(one) is FailedSample and not one.is_users
-            self._marks.append((passed, is_lost))
-        return [one for one, _ in made]
+        for row, progress in made:
+            is_lost = type(row) is FailedSample and not row.is_users
+            self._progress.append((progress, is_lost))
+        return [row for row, _ in made]
 
     def _cut(
         self, limit: int
     ) -> list[tuple[PlannedRow | FailedSample, DeliveredProgress]]:
-        """Return up to ``limit`` rows, and failures where the documents would be."""
+        """Return up to ``limit`` rows and failures, in the order of documents."""
         made: list[tuple[PlannedRow | FailedSample, DeliveredProgress]] = []
         while self._waiting and len(made) < limit:
             document = self._waiting[0]
             if type(document) is FailedSample:
-                place = self._held
-                self._next()
-                passed = DeliveredProgress(0, failed=place) if place else self._begin(0)
-                made.append((document, passed))
+                place = self._used
+                self._end_document()
+                failed = DeliveredProgress(0, failed=place)
+                made.append((document, failed if place else self._begin_row(0)))
                 continue
             assert isinstance(document, Document)
-            start, size = self._at, len(document.tokens)
+            start, size = self._offset, len(document.tokens)
             stop = start + self._room
             if stop > size:
                 if start < size:
                     self._pieces.append(document.part(start) if start else document)
                     self._room = stop - size
-                self._next()
+                self._end_document()
                 continue
             self._pieces.append(document.part(start, stop))
             following = document.label(stop) if stop < size else IGNORED
             row = PlannedRow(self._pieces, following)
             if stop < size:
-                self._at = stop
+                self._offset = stop
             else:
-                self._next()
-            made.append((row, self._begin(self._at)))
+                self._end_document()
+            made.append((row, self._begin_row(self._offset)))
         return made
 
-    def _next(self) -> None:
+    def _end_document(self) -> None:
         self._waiting.popleft()
-        self._held += 1
-        self._at = 0
+        self._used += 1
+        self._offset = 0
 
-    def _begin(self, offset: int) -> DeliveredProgress:
-        """Begin a row; all documents before it may be forgotten."""
-        passed = DeliveredProgress(self._held, offset)
-        self._pieces, self._room, self._held = [], self.length, 0
-        return passed
+    def _begin_row(self, offset: int) -> DeliveredProgress:
+        """Begin a row; the documents before it are not needed any more."""
+        progress = DeliveredProgress(self._used, offset)
+        self._pieces, self._room, self._used = [], self.length, 0
+        return progress
 
-    def _ask(self, limit: int) -> int:
-        """Return how many documents to read: as many as are enough by their mean."""
+    def _count_to_read(self, limit: int) -> int:
+        """Return how many documents to read for so many rows, by their mean length."""
         if not self._tokens:
-            return min(limit, _DOCUMENTS)
-        tokens = (limit - 1) * self.length + self._room  # that so many rows lack
-        return min(1 + tokens * self._read // self._tokens, _DOCUMENTS)
+            return min(limit, _MAX_DOCUMENTS)
+        tokens = (limit - 1) * self.length + self._room  # to fill the rows
+        return min(1 + tokens * self._read // self._tokens, _MAX_DOCUMENTS)
 
     def _check(self, block: Block) -> None:
-        """Check that the same documents can be read as before a load."""
-        if self._read < self._before:
-            check_again(block, self._read, self._before, self._lost)
+        """Check that the same documents are unreadable as before a load."""
+        if self._read < self._num_known:
+            check_replayed(block, self._read, self._num_known, self._lost)
 
     async def _documents(self, block: Block) -> list[Document | FailedSample]:
         args = block, self.bos, self.eos
         documents = await in_thread(documents_of, *args, is_quick=_is_quick(block))
-        if self._read < self._before:
+        if self._read < self._num_known:
             self._check_first(documents)
             for place in self._failed:
                 if 0 <= place - self._read < len(documents):
@@ -421,37 +413,35 @@ class Concatenated(Step):
     def pass_on(self, count: int) -> None:
         documents = 0
         for _ in range(count):
-            passed, is_lost = self._marks.popleft()
-            if (place := passed.failed) is not None:
+            progress, is_lost = self._progress.popleft()
+            if (place := progress.failed) is not None:
                 self.own["failed"] = [*self.own["failed"], place]
                 if is_lost:
                     self.own["lost"] = [*self.own["lost"], place]
             else:
-                first = passed.documents
+                first = progress.documents
                 documents += first
-                self.own["offset"] = passed.offset
+                self.own["offset"] = progress.offset
                 for name in ("failed", "lost"):
                     places = self.own[name]
-                    self.own[name] = [at - first for at in places if at >= first]
+                    self.own[name] = [k - first for k in places if k >= first]
         self.upstream.pass_on(documents)
 
     def state(self) -> State:
-        return {name: one for name, one in self._here().items() if one != []}
+        return {name: v for name, v in self._make_state().items() if v != []}
 
 
 def _is_quick(block: Block) -> bool:
-    """Tell whether samples are documents in a fraction of a millisecond."""
-    if not isinstance(block, list) or not {*map(type, block)} <= {
-        np.ndarray,
-        FailedSample,
-    }:
+    """Tell whether making documents of samples takes under a millisecond."""
+    types = {np.ndarray, FailedSample}
+    if not isinstance(block, list) or not types.issuperset(map(type, block)):
         return False
-    tokens: int = sum(one.size for one in block if type(one) is not FailedSample)
-    return tokens <= _COPIED
+    tokens: int = sum(a.size for a in block if type(a) is not FailedSample)
+    return tokens <= _LOOP_TOKENS
 
 
 class BestFit(Windowed):
-    """Rows of whole documents, packed by window; first the documents that failed."""
+    """Rows of whole documents, packed by window; failed documents come first."""
 
     kind = "pack"
     length: int
@@ -464,20 +454,20 @@ class BestFit(Windowed):
 
     def _packed(self, samples: Iterator[Any]) -> list[Any]:
         documents: list[Document | FailedSample] = []
-        while some := [*islice(samples, _DOCUMENTS)]:
-            documents += documents_of(some, self.bos, self.eos)
+        while part := [*islice(samples, _MAX_DOCUMENTS)]:
+            documents += documents_of(part, self.bos, self.eos)
             pause()
-        good = [one for one in documents if isinstance(one, Document)]
-        rows = fitted(good, self.length, self.overlong)
+        good = [document for document in documents if isinstance(document, Document)]
+        rows = pack_best_fit(good, self.length, self.overlong)
         order = chain.from_iterable(paced(self._order(len(rows))))
-        bad = [one for one in documents if type(one) is FailedSample]
-        return [*bad, *(rows[place] for place in order)]
+        failures = [sample for sample in documents if type(sample) is FailedSample]
+        return [*failures, *(rows[place] for place in order)]
 
 
 def documents_of(
     samples: Iterable[Any], bos: int | None, eos: int | None
 ) -> list[Document | FailedSample]:
-    """Return samples as documents with ``bos`` and ``eos``, or as what failed."""
+    """Return samples as documents with ``bos`` and ``eos``; failures stay failures."""
     is_framed = bos is not None or eos is not None
     made: list[Document | FailedSample] = []
     for sample in samples:
@@ -495,9 +485,9 @@ def documents_of(
 class Unbatched(Step):
     """Passes on the items of each sample, one by one.
 
-    The position is that of the oldest sample with items that were not passed on, and
-    how many of its items were. A list, a tuple or a block of columns is passed on
-    whole; anything else is iterated in a thread, no further than needed.
+    The position is the oldest sample with items not passed on yet, and how many of its
+    items were passed on. A list, a tuple or a block of columns is split whole; anything
+    else is iterated in a thread, no further than needed.
     """
 
     kind = "unbatch"
@@ -506,24 +496,24 @@ class Unbatched(Step):
     def __init__(self, *args: Any, **parameters: Any) -> None:
         super().__init__(*args, **parameters)
         self._samples: deque[Any] = deque()
-        self._is_quick = True  # whether they are in memory whole
-        self._items: Iterator[Any] | None = None  # of the first one, if it is begun
+        self._is_quick = True  # whether the samples are in memory whole
+        self._items: Iterator[Any] | None = None  # of the first sample, once iterated
         self._given = 0  # how many of its items were made
-        # Numbers of items of the next samples to be passed on; totals, for an average.
+        # The numbers of items of samples to be passed on; totals, for their mean.
         self._lengths: deque[int] = deque()
-        self._split, self._found = 0, 0
+        self._num_samples, self._num_items = 0, 0
 
-    async def _more(self, limit: int) -> Block:
+    async def _next_block(self, limit: int) -> Block:
         block: Block = []
         since: int | None = None
         while not block and (self._samples or await self._refill(limit)):
-            block = await self._flat(limit)
+            block = await self._make_items(limit)
             since = since if block else self._made_nothing(since)
         return block
 
     async def _refill(self, limit: int) -> bool:
-        """Take about as many samples as have so many items; tell if there are any."""
-        count = min(limit, 1 + limit * self._split // max(1, self._found))
+        """Take samples for about ``limit`` items; return whether there are any."""
+        count = min(limit, 1 + limit * self._num_samples // max(1, self._num_items))
         if not (self.upstream.ready or await self.upstream.fill(count)):
             return False
         self._samples.extend(self.upstream.take(count))
@@ -531,27 +521,28 @@ class Unbatched(Step):
         self._is_quick = all(issubclass(kind, _WHOLE) for kind in kinds)
         return True
 
-    async def _flat(self, limit: int) -> Block:
-        """Return about ``limit`` items of the samples, and note which ones ended."""
+    async def _make_items(self, limit: int) -> Block:
+        """Return about ``limit`` items, and note which samples have ended."""
         if self._is_quick:
             block, lengths = self._cut(limit)
         else:
             block, lengths = await in_thread(self._cut, limit)
         self._lengths.extend(lengths)
-        self._split, self._found = self._split + len(lengths), self._found + len(block)
-        self.pass_on(0)  # what is empty
+        self._num_samples += len(lengths)
+        self._num_items += len(block)
+        self.pass_on(0)  # empty samples
         return block
 
     def _cut(self, limit: int) -> tuple[Block, list[int]]:
-        """Return items, and how many each sample had that has no more."""
-        parts, lengths, found = list[Block](), list[int](), 0
-        while self._samples and found < limit:
+        """Return about ``limit`` items, and the lengths of samples that ended."""
+        parts, lengths, count = list[Block](), list[int](), 0
+        while self._samples and count < limit:
             sample = self._samples[0]
             is_columns = not isinstance(sample, _PLAIN) and isinstance(sample, Columns)
             if parts and is_columns == isinstance(parts[-1], list):
                 break  # columns stay columns
-            items, has_ended = self._items_of(sample, limit - found)
-            found, self._given = found + len(items), self._given + len(items)
+            items, has_ended = self._items_of(sample, limit - count)
+            count, self._given = count + len(items), self._given + len(items)
             if is_columns or not parts:
                 parts.append(items if is_columns else [*items])
             else:
@@ -563,10 +554,7 @@ class Unbatched(Step):
         return join(parts), lengths
 
     def _items_of(self, sample: Any, limit: int) -> tuple[Any, bool]:
-        """Return the next items of the first sample, and whether there are no more.
-
-        An error is the last item.
-        """
+        """Return the next items of the first sample, and whether there are no more."""
         if type(sample) is FailedSample:
             return [sample], True
         if isinstance(sample, _WHOLE):
@@ -591,23 +579,23 @@ class Unbatched(Step):
             self.upstream.pass_on(samples)
 
     def state(self) -> State:
-        return self._loaded or self._after(self._here(), (), self._passed)
+        return self._loaded or self._state_after(self._make_state(), (), self._passed)
 
-    async def _replay(self, count: int, known: list[int] | None) -> None:
-        """Drop items of the first sample alone, which may have fewer now.
+    async def _replay(self, count: int, failed: list[int] | None) -> None:
+        """Drop items of the first sample, which may have fewer items now.
 
-        If it fails now, that was not passed on: an error is the last item of a sample.
+        If it fails now, its error was not passed on, because an error ends a sample.
         """
         if not await self._refill(1):
-            check_again([], 0, count, known)
+            check_replayed([], 0, count, failed)
         while self._samples and count:
-            block = await self._flat(count)
+            block = await self._make_items(count)
             if len(block):
-                check_again(block, 0, count, known)
-            each = block if isinstance(block, list) else []
-            bad = [place for place, one in enumerate(each) if type(one) is FailedSample]
-            dropped = min(count, len(block), *bad)
-            count = 0 if bad else count - dropped
+                check_replayed(block, 0, count, failed)
+            items = block if isinstance(block, list) else []
+            errors = [k for k, item in enumerate(items) if type(item) is FailedSample]
+            dropped = min(count, len(block), *errors)
+            count = 0 if errors else count - dropped
             self._block, self.ready = block, len(block) - dropped
             self.pass_on(dropped)
 

@@ -1,9 +1,9 @@
-"""The readers of one rank: one alone, or several in fixed turns.
+"""The readers of one rank: one alone, or several that take turns.
 
-A reader that has ended leaves holes, and no other takes its place, so the same samples
-are at the same positions for any number of ranks. A reader's state is that after the
-samples that all ranks in step have delivered, or before some that others have read
-further: loading it drops the samples in between.
+A reader that has ended leaves its turns empty, so the same samples are at the same
+positions for any number of ranks. A reader's state is its position after the samples
+that all ranks have delivered, or before samples that other ranks have read further:
+resuming drops the samples in between.
 """
 
 import asyncio
@@ -15,26 +15,26 @@ from aioloader._base.blocks import Block, FailedSample, join
 from aioloader._base.cancellation import cancel
 from aioloader._order.ranks import ReaderAssignment
 from aioloader.datasets._streams.cursors import Cursor, State
-from aioloader.datasets._streams.interleave import interleaved
+from aioloader.datasets._streams.interleave import (
+    ROWS_PER_READ,
+    SAMPLES_PER_READ,
+    interleaved,
+)
 
-# Most samples that all readers here are asked for at once; most pulls' worth.
-_SAMPLES = 512
-_PULLS = 4
-# Seconds in which samples after the next one must come to be read with it.
-_QUICK = 1e-3
-# Most samples of lists that are read so: more are no longer in the processor's cache.
-_MOST = 2048
-# Most rows of columns asked for at once; they are in memory anyway.
-_ROWS = 1 << 14
+# Readers that take turns are asked for up to this many pulls' worth of samples.
+_MAX_PULLS = 4
+# Samples are read in advance if they come within these seconds.
+_QUICK_SECONDS = 1e-3
+# Most samples to read in advance: more leave the processor's cache.
+_MAX_SAMPLES = 2048
 
 
 class OneReader:
-    """The one reader of a rank, all of whose samples it takes.
+    """The only reader of a rank, all of whose samples it takes.
 
-    ``at`` counts those that were taken; with ``leaves_out``, failed samples have no
-    position. For single samples it reads up to ``ahead`` at once (after a load, those
-    not given are read again). ``known`` is its state; the samples after it and before
-    number ``wanted`` were delivered already.
+    ``position`` counts the samples taken, without failed ones if it ``leaves_out``.
+    Single samples are taken from reads of up to ``ahead``. ``known`` is the reader's
+    state; the samples after it and before number ``wanted`` were delivered already.
     """
 
     def __init__(
@@ -42,51 +42,47 @@ class OneReader:
         cursor: Cursor,
         known: State,
         wanted: int,
-        at: int,
+        position: int,
         *,
         ahead: int,
         leaves_out: bool,
     ) -> None:
-        self.at = at
+        self.position = position
         self._cursor = cursor
         self._known: State | None = known  # until a sample, or the end, was read
-        # Samples taken; those that the cursor knows of.
         self._taken: int = known["taken"]
-        self._passed = self._taken
-        self._again = wanted - self._taken  # samples to drop first
-        self._most, self._leaves_out = ahead, leaves_out
+        self._passed = self._taken  # of the samples taken, those passed on
+        self._to_drop = wanted - self._taken
+        self._max_ahead, self._leaves_out = ahead, leaves_out
         self._ask = 1
         self._has_ended = False
 
     def take_one(self) -> Block | None:
-        """Return a block of the next sample, if that was read already."""
+        """Return a block of the next sample if it is ready."""
         if not self._cursor.ready:
             return None
         block = self._cursor.take(1)
         self._taken += 1
-        self.at += 1
+        self.position += 1
         return block
 
     def has_more(self, count: int = 1) -> bool:
-        """Tell whether so many samples can be taken that were read already."""
-        return self._cursor.ready >= count and not self._again
+        """Tell whether ``count`` samples are ready to be taken."""
+        return self._cursor.ready >= count and not self._to_drop
 
     def take(self, size: int, most: int) -> list[Block]:
-        """Return up to so many blocks of ``size`` samples, up to one that failed."""
+        """Return up to ``most`` ready blocks of ``size``, before a failed sample."""
         blocks = self._cursor.take_blocks(size, most)
         self._taken += size * len(blocks)
-        self.at += size * len(blocks)
+        self.position += size * len(blocks)
         return blocks
 
     async def one(self) -> Block | None:
-        """Return a block of the next sample; None at the end.
-
-        More are read if they come within about a millisecond.
-        """
-        if self._most == 1:
+        """Return a block of the next sample; None at the end. May read in advance."""
+        if self._max_ahead == 1:
             return await self.pull(1)
         if not self._cursor.ready:
-            await self._fill(1, self._most - 1)
+            await self._fill(1, self._max_ahead - 1)
         return self.take_one()
 
     async def _fill(self, limit: int, more: int) -> None:
@@ -96,43 +92,45 @@ class OneReader:
         ask = max(limit, min(self._ask, limit + more))
         self._has_ended = not await self._cursor.fill(ask)
         self._known = None
-        is_quick = time.perf_counter() - began < _QUICK
-        self._ask = min(2 * ask, _MOST) if is_quick else max(1, ask // 4)
+        is_quick = time.perf_counter() - began < _QUICK_SECONDS
+        self._ask = min(2 * ask, _MAX_SAMPLES) if is_quick else max(1, ask // 4)
 
     async def pull(self, limit: int, more: int = 0) -> Block | None:
         """Return from 1 to ``limit`` samples; None at the end."""
-        if self._cursor.ready or (more and self._most > 1 and not self._leaves_out):
+        if self._cursor.ready or (
+            more and self._max_ahead > 1 and not self._leaves_out
+        ):
             if not self._cursor.ready:
                 await self._fill(limit, more)
             block = self._cursor.take(limit)
             self._taken += len(block)
-            self.at += len(block)
+            self.position += len(block)
             return block if len(block) else None
-        if self._again or self._passed != self._taken:
+        if self._to_drop or self._passed != self._taken:
             await self._settle()
         block = await self._cursor.pull(limit)
         self._known, self._has_ended = None, not len(block)
-        self.at += self._count(block)
+        self.position += self._count(block)
         return block if len(block) else None
 
     async def _settle(self) -> None:
-        """Let the cursor forget samples that were taken, or delivered before a load."""
+        """Pass taken samples on, and drop those delivered before a load."""
         self._pass()
-        while self._again:
-            block = await self._cursor.pull(self._again)
+        while self._to_drop:
+            block = await self._cursor.pull(self._to_drop)
             self._known = None
             count = self._count(block)
-            self._again = self._again - count if len(block) else 0
+            self._to_drop = self._to_drop - count if len(block) else 0
 
     def _pass(self) -> None:
         self._cursor.pass_on(self._taken - self._passed)
         self._passed = self._taken
 
     def _count(self, block: Block) -> int:
-        """Note that a block was pulled; return how many positions it has."""
+        """Count the samples of a pulled block; return how many positions it has."""
         count = len(block)
         if self._leaves_out and isinstance(block, list):
-            count -= sum(type(one) is FailedSample for one in block)
+            count -= sum(type(sample) is FailedSample for sample in block)
         self._taken = self._passed = self._taken + count
         return count
 
@@ -151,10 +149,10 @@ class OneReader:
 
 
 class Reader:
-    """The samples of one reader that this rank takes: ``wanted``, and every stride-th.
+    """One reader's samples for this rank: ``wanted``, then every ``stride``-th.
 
-    ``known`` is its state; without a ``cursor`` it has ended. When it ``has_ended``, no
-    samples follow those that are ready.
+    ``known`` is its state. Without a ``cursor`` it has ended; once it ``has_ended``,
+    only the samples that are ``ready`` are left.
     """
 
     def __init__(
@@ -163,19 +161,18 @@ class Reader:
         self.cursor = cursor
         self.has_ended = cursor is None
         self._known = known
-        # Samples read; those before the cursor's state; the next one to read and take.
-        self._read: int = known["taken"]
-        self._passed = self._read
+        self._read: int = known["taken"]  # samples of all ranks
+        self._passed = self._read  # of them, those before the cursor's state
         self._wanted = wanted
         self._stride = stride
-        self.ready: Block = []  # samples that can be taken
+        self.ready: Block = []  # samples for ``take``
 
     def take(self, count: int) -> Block:
         part, self.ready = self.ready[:count], self.ready[count:]
         return part
 
     async def fill(self, count: int) -> None:
-        """Get about ``count`` samples if none is ready; at least one, or the end."""
+        """Read about ``count`` samples if none is ready; at least one, or the end."""
         cursor, stride = self.cursor, self._stride
         while not (len(self.ready) or self.has_ended):
             assert cursor is not None
@@ -183,27 +180,27 @@ class Reader:
             first = self._wanted - self._read  # samples before it belong to other ranks
             if not cursor.ready:
                 most = first + (count - 1) * stride + 1
-                await cursor.fill(min(most, max(count * stride, _SAMPLES)))
+                await cursor.fill(min(most, max(count * stride, SAMPLES_PER_READ)))
             block = cursor.take(cursor.ready)
             self._read += len(block)
             self.has_ended = not len(block)
             self.ready = block[first::stride]
             self._wanted += len(self.ready) * stride
 
-    def _pass(self, given: int) -> int:
-        """Let the cursor forget samples that all ranks have; return how many it has."""
-        passed: int = max(self._passed, min(given, self._read))
+    def _pass(self, delivered: int) -> int:
+        """Pass on the samples that all ranks have; return how many were passed on."""
+        passed: int = max(self._passed, min(delivered, self._read))
         if self.cursor is not None and passed > self._passed:
             self.cursor.pass_on(passed - self._passed)
         self._passed = passed
         return passed
 
-    def state(self, given: int) -> State:
-        """Return a state; all but what ``given`` by all ranks can be read from it."""
+    def state(self, delivered: int) -> State:
+        """Return a state at or before the first sample not ``delivered`` by all."""
         is_fresh = self._read == self._known["taken"] and not self.has_ended
         if self.cursor is None or is_fresh:
             return self._known
-        passed = self._pass(given)
+        passed = self._pass(delivered)
         ended = {"ended": True} if self.has_ended and passed == self._read else {}
         return {"taken": passed, "state": self.cursor.state(), **ended}
 
@@ -211,36 +208,39 @@ class Reader:
 class ReadersInTurn:
     """A rank's readers, which take turns, sample by sample.
 
-    ``at`` counts the positions of this rank that were taken, holes included; the
-    position of all ranks is ``at`` times their number, and ``shift``.
+    ``position`` counts the positions of this rank taken so far, with empty turns. The
+    position of all ranks is ``position * ranks + shift``.
     """
 
     def __init__(
-        self, deal: ReaderAssignment, readers: Sequence[Reader], at: int, shift: int
+        self,
+        assignment: ReaderAssignment,
+        readers: Sequence[Reader],
+        position: int,
+        shift: int,
     ) -> None:
-        self.at = at
+        self.position = position
         self._shift = shift
-        self._deal = deal
+        self._assignment = assignment
         self._readers = readers
         self._ask = 0
         self._fills: list[asyncio.Task[None]] = []
-        # The interleaved block: samples, positions and how many of these were taken;
-        # how many readers that have samples precede each place of a round.
+        # The interleaved block, its positions, and how many of these were taken.
         self._interleaved: Block = []
         self._length = self._passed = 0
-        self._before: list[int] = [0]
+        self._before: list[int] = [0]  # samples before each place of a round
 
     def _take(self, limit: int) -> Block | None:
-        """Return the samples at the next positions, if they are interleaved already."""
+        """Return the interleaved samples at the next positions; None if none is."""
         start = self._passed
         if start >= self._length:
             return None
         stop = self._passed = min(self._length, start + limit)
-        self.at += stop - start
+        self.position += stop - start
         return self._interleaved[self._samples(start) : self._samples(stop)]
 
     def _samples(self, positions: int) -> int:
-        """Return how many samples are at the first positions of the block."""
+        """Return how many samples the first ``positions`` of the block have."""
         rounds, places = divmod(positions, len(self._readers))
         return rounds * self._before[-1] + self._before[places]
 
@@ -257,46 +257,42 @@ class ReadersInTurn:
         return block
 
     async def pull(self, limit: int, _more: int = 0) -> Block | None:
-        """Return the samples at the next ``limit`` positions; None at the end.
-
-        There may be fewer samples, or none, because of holes.
-        """
+        """Return the samples at the next ``limit`` positions; None at the end."""
         parts: list[Block] = []
-        end = self.at + limit
-        while self.at < end:
-            block = self._take(end - self.at)
+        end = self.position + limit
+        while self.position < end:
+            block = self._take(end - self.position)
             if block is not None:
                 parts.append(block)
-            elif not await self._interleave(end - self.at):
-                # After all have ended, there are only holes.
+            elif not await self._interleave(end - self.position):
+                # All readers have ended.
                 return join(parts) if any(map(len, parts)) else None
         return join(parts)
 
     async def _interleave(self, limit: int) -> bool:
-        """Interleave the ready samples: whole rounds; return whether there are any."""
-        turn = self.at % len(self._readers)
+        """Interleave whole rounds of ready samples; return whether there are any."""
+        turn = self.position % len(self._readers)
         order = [*self._readers[turn:], *self._readers[:turn]]
         await self._fill(order, limit)
-        ready = [one for one in order if len(one.ready)]
-        rounds = min((len(one.ready) for one in ready), default=0)
-        self._before = [0, *accumulate(min(1, len(one.ready)) for one in order)]
+        ready = [reader for reader in order if len(reader.ready)]
+        rounds = min((len(reader.ready) for reader in ready), default=0)
+        self._before = [0, *accumulate(min(1, len(reader.ready)) for reader in order)]
         if ready:
-            self._interleaved = await interleaved([one.take(rounds) for one in ready])
+            blocks = [reader.take(rounds) for reader in ready]
+            self._interleaved = await interleaved(blocks)
         self._length, self._passed = rounds * len(order), 0
         return bool(ready)
 
     async def _fill(self, order: Sequence[Reader], limit: int) -> None:
-        """Wait until each reader has samples, or has ended; all read at once.
-
-        Each asks for more than needed, because one sample costs as much as many.
-        """
+        """Read concurrently, until each reader has samples or has ended."""
         is_list = isinstance(self._interleaved, list)
-        most = min(_PULLS * limit, _SAMPLES) if is_list else _ROWS
+        # More than needed: one sample costs as much as many.
+        most = min(_MAX_PULLS * limit, SAMPLES_PER_READ) if is_list else ROWS_PER_READ
         ask = min(2 * self._ask, most // len(order))
         self._ask = max(ask, -(-limit // len(order)))
         if not self._fills:
-            lacking = [one for one in order if not (len(one.ready) or one.has_ended)]
-            jobs = [one.fill(self._ask) for one in lacking]
+            empty = [r for r in order if not (len(r.ready) or r.has_ended)]
+            jobs = [reader.fill(self._ask) for reader in empty]
             self._fills = [asyncio.create_task(job) for job in jobs]
         if self._fills:
             await asyncio.wait(self._fills)  # cancellation does not reach them
@@ -306,16 +302,16 @@ class ReadersInTurn:
                 raise error
 
     def states(self) -> list[State]:
-        # Each has delivered this many samples on all ranks in step, or one more.
-        position = self.at * self._deal.ranks + self._shift
-        given, last = divmod(position, self._deal.readers)
-        each = zip(self._deal.hosted(), self._readers, strict=True)
-        return [one.state(given + (number < last)) for number, one in each]
+        # Samples of each reader that all ranks have delivered; the first have one more.
+        position = self.position * self._assignment.ranks + self._shift
+        delivered, extra = divmod(position, self._assignment.readers)
+        each = zip(self._assignment.assigned(), self._readers, strict=True)
+        return [reader.state(delivered + (k < extra)) for k, reader in each]
 
     def has_ended(self) -> bool:
         is_ready = self._passed < self._length
         return not is_ready and all(
-            one.has_ended and not len(one.ready) for one in self._readers
+            reader.has_ended and not len(reader.ready) for reader in self._readers
         )
 
     async def aclose(self) -> None:

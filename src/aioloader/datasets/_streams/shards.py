@@ -1,9 +1,9 @@
-"""What a sharded format implements: listing shards, and reading one from a position.
+"""The interface of sharded formats: list the shards, and read one from a position.
 
 Everything common to tar files, tables and rows (order, interleaving, shuffling, sharing
 among readers, state) is built on ``ShardFormat`` and ``ShardReader`` alone. A
-``BlockReader`` makes blocks in steps, one at a time, and returns them in pieces; memory
-holds the blocks of a step, and with ``is_ahead`` those of the next one.
+``BlockReader`` makes blocks in steps, one step at a time; memory holds the blocks of a
+step, and with ``is_ahead`` those of the next one.
 """
 
 import abc
@@ -25,18 +25,15 @@ from aioloader.datasets._stores.addresses import Address, name_of
 from aioloader.datasets._stores.failures import Version
 from aioloader.errors import ShardChangedError
 
-Shard = TypeVar("Shard", default=Any)  # a format's own
+Shard = TypeVar("Shard", default=Any)  # of the type that a format chooses
 ShardPosition: TypeAlias = dict[str, Any]
 # Summary of all shards, kept in a state.
 Summary: TypeAlias = dict[str, Any]
-
-
-# What a shard without an end mark is: an error, or worth a warning.
+# Whether a shard without an end mark is an error, or only worth a warning.
 MissingEnd: TypeAlias = Literal["error", "warn"]
-
-# Names compared at once.
-_PART = 1 << 10
-# The blocks of a step, each with the mark before it: where it can be made again.
+# Names to compare or hash before other threads get a turn.
+_CHUNK = 1 << 10
+# The blocks of a step, each with the mark from which it can be made again.
 PositionedBlocks: TypeAlias = list[tuple[Any, Block]]
 
 
@@ -52,20 +49,20 @@ class ShardReader(abc.ABC):
         """Return the position after the last sample returned."""
 
     def begin(self) -> None:  # noqa: B027  (a default)
-        """Start reading ahead, before the first pull; calling it is optional."""
+        """Start reading ahead before the first pull. Calling it is optional."""
 
     def positions(self) -> Callable[[int], ShardPosition] | None:
-        """Return what maps a number of samples of the last block to a position.
+        """Return a function from a number of samples of the last block to a position.
 
-        None if samples are counted from the position before their block: right where
-        a shard is the same whenever it is read.
+        None if samples are counted from the position before their block. That is right
+        where a shard is the same whenever it is read.
         """
         return None
 
     def version(self) -> tuple[str, Version] | None:
         """Return the redacted address and the version; None if not known (yet).
 
-        A state then holds it too; ``open`` gets it back within the position, to check
+        A state then has the version, too. ``open`` gets it in the position, to check
         that the shard is the same.
         """
         return None
@@ -73,15 +70,15 @@ class ShardReader(abc.ABC):
     def bytes_ahead(self) -> float | None:
         """Return how many bytes were requested and not yet pulled.
 
-        Small shards are opened together by it. None until the size of the shard is
-        known: that reader may grow to an eighth of the budget (``START_DIVISOR``), all
-        that a reader requests before it is pulled. Infinite if it is never known:
-        nothing is opened after this one then, until it is the current one.
+        Small shards are opened together as long as these fit. None until the size of
+        the shard is known: its reader may request up to an eighth of the budget
+        (``START_DIVISOR``) before it is pulled. Infinite if the size is never known:
+        then no shard is opened after this one until it is the current one.
         """
         return math.inf
 
     def is_draining(self) -> bool:
-        """Return whether all was requested, so that another shard may be opened."""
+        """Return whether all bytes were requested: then another shard may be opened."""
         return False
 
     async def aclose(self) -> None:  # noqa: B027  (a default)
@@ -132,8 +129,8 @@ class ShardFormat(abc.ABC, Generic[Shard]):
     def describe(self) -> dict[str, Any]:
         """Return what determines the samples of a shard, JSON-serialisable.
 
-        Columns or an encoding, for example: a state is refused where they differ. Left
-        out: where the shards lie, and secrets.
+        Columns or an encoding, for example: a state with another description is
+        refused. Leave out where the shards lie, and secrets.
         """
         return {}
 
@@ -144,9 +141,9 @@ class ShardFormat(abc.ABC, Generic[Shard]):
     async def cut(self, shards: Sequence[Shard], count: int) -> Sequence[Shard]:  # noqa: ARG002
         """Return ``count`` shards that have the same samples in the same order.
 
-        Called where there are fewer shards than readers; they are returned as they are
-        if none can be cut. All ranks must get the same ones; whatever decides that
-        belongs in ``summary``.
+        Called where there are fewer shards than readers. If no shard can be cut, they
+        are returned as they are. All ranks must get the same cuts; whatever decides on
+        them belongs in ``summary``.
 
         Raises:
             ValueError: If only some can be cut; it says what to do.
@@ -159,55 +156,43 @@ class ShardFormat(abc.ABC, Generic[Shard]):
         *,
         must: bool,  # noqa: ARG002
     ) -> Sequence[int] | None:
-        """Return the lengths of the shards, all in one unit; None if some are unknown.
+        """Return the lengths of the shards, in any one unit; None if some are unknown.
 
-        By them readers get equal shares.
-
-        Args:
-            shards: What ``shards`` returned.
-            must: Whether to ask the store for those that are unknown.
+        They make readers' shares equal. With ``must``, ask the store for unknown ones.
         """
         return None
 
     def open_together(self, shards: Sequence[Shard], budget: int) -> list[ShardReader]:  # noqa: ARG002
         """Return open readers of the first of ``shards``; of none by default.
 
-        For small shards that can be read at the cost of one.
-
-        Args:
-            shards: In order.
-            budget: Bytes that all of them may read ahead of the pulls.
+        For small shards that can be read with one request. In all, the readers may read
+        ``budget`` bytes ahead of the pulls.
         """
         return []
 
 
 def summary_of(addresses: Iterable[Address]) -> Summary:
-    """Return the summary of shards that have addresses: their count and names.
-
-    They may be moved together: see ``names_of``; there is a digest of the names.
-    """
+    """Return the count of shards, and a digest of their names in ``names_of``."""
     names = names_of(addresses)
     digest = blake2b(digest_size=8)
-    # In parts, so that other threads get their turn.
-    for start in range(0, len(names), _PART):
-        text = "".join(f"{name}\0" for name in names[start : start + _PART])
+    # In parts, so that other threads get a turn.
+    for start in range(0, len(names), _CHUNK):
+        text = "".join(f"{name}\0" for name in names[start : start + _CHUNK])
         digest.update(text.encode("utf-8", "surrogateescape"))
     return {"count": len(names), "names": digest.hexdigest()}
 
 
 def names_of(addresses: Iterable[Address]) -> list[str]:
-    """Return the names of shards, counted from their last common directory.
+    """Return the names of shards, relative to their last common directory.
 
-    They have no queries, which hold signatures, and no accounts.
+    They include no queries, which hold signatures, and no accounts.
     """
     plain = [name_of(address) for address in addresses]
-    parts = [plain[start : start + _PART] for start in range(0, len(plain), _PART)]
+    parts = [plain[start : start + _CHUNK] for start in range(0, len(plain), _CHUNK)]
     first, last = min(map(min, parts), default=""), max(map(max, parts), default="")
     # A prefix of the first and the last name is one of all names.
-    shared = next(
-        (at for at, (a, b) in enumerate(zip(first, last, strict=False)) if a != b),
-        min(len(first), len(last)),
-    )
+    pairs = enumerate(zip(first, last, strict=False))
+    shared = next((k for k, (a, b) in pairs if a != b), min(len(first), len(last)))
     start = first.rfind("/", 0, shared) + 1
     return [name[start:] for part in parts for name in part]
 
@@ -215,48 +200,46 @@ def names_of(addresses: Iterable[Address]) -> list[str]:
 class BlockReader(ShardReader):
     """One shard, read a step at a time.
 
-    A subclass makes the steps, and the positions: of ``mark`` (that before the current
-    block) and ``taken``, or of ``passed``, each with ``skip``, samples still to be
-    dropped, added.
+    A subclass makes the steps and the positions: of ``mark`` and ``taken + skip``, or
+    only of ``passed + skip``.
     """
 
     is_ahead = False  # whether the next step runs while the blocks of one are passed on
     location: str
-    mark: Any
-    skip: int
+    mark: Any  # from which the current block can be made again
+    skip: int  # samples still to be dropped
     taken: int  # samples of the current block that were passed on or dropped
-    passed: int  # and of all blocks
-    is_over: bool  # no other step will follow; one that runs should end
+    passed: int  # the same, of all blocks
+    is_over: bool  # whether no other step follows; a running one should end
 
     def __init__(self, location: str, mark: Any, skip: int = 0) -> None:
         self.location, self.mark, self.skip = location, mark, skip
         self.taken = self.passed = 0
         self.is_over = False
-        # What makes the samples is closed in the thread that runs it: the reader's own,
-        # or any of the loop's.
+        # Makes the samples; is closed in ``thread``, or else on the loop.
         self.generator: Generator[Any, Any, Any] | None = None
         self.thread: ThreadPoolExecutor | None = None
         self._block: Block = []
-        self._made: deque[tuple[Any, Block]] = deque()
+        self._blocks_made: deque[tuple[Any, Block]] = deque()
         self._making: asyncio.Task[PositionedBlocks] | None = None
         self._failure: BaseException | None = None
 
     @abc.abstractmethod
     async def make(self) -> PositionedBlocks:
-        """Make the next blocks, mostly by ``gather`` in a thread; runs in a task."""
+        """Make the next blocks, usually by ``gather`` in a thread; runs in a task."""
 
     async def make_here(self) -> PositionedBlocks | None:
-        """Make the next blocks on the loop, in a short turn; None: only a task can."""
+        """Make the next blocks in a short turn of the loop; None if it cannot."""
         return None
 
     async def interrupt(self) -> None:
-        """End what a step in a thread of its own waits for."""
+        """End the wait of a step in the reader's thread."""
 
     async def release(self) -> None:
-        """Release what is open; nothing runs any more."""
+        """Release open resources; no step runs any more."""
 
     def gather(self, blocks: Iterable[tuple[Any, Block]]) -> PositionedBlocks:
-        """Make the blocks of a step, and join lists; in any thread.
+        """Collect the blocks of a step, and join lists; in any thread.
 
         An error ends the shard, and is raised after the samples before it.
         """
@@ -273,14 +256,14 @@ class BlockReader(ShardReader):
         return made
 
     def own_thread(self) -> ThreadPoolExecutor:
-        """Return a thread that may wait, and so is none of the loop's."""
+        """Return the reader's thread, which may block, unlike those of the loop."""
         self.thread = self.thread or ThreadPoolExecutor(1, "aioloader")
         return self.thread
 
     def start(
         self, step: "Coroutine[Any, Any, PositionedBlocks] | None" = None
     ) -> None:
-        """Start ``make``, or another step for this reader; unless one runs already."""
+        """Start ``make``, or another step, unless a step is running."""
         if self._making is None and not self.is_over:
             self._making = asyncio.create_task(self.make() if step is None else step)
 
@@ -320,21 +303,21 @@ class BlockReader(ShardReader):
 
     async def _more(self) -> bool:
         """Move to the next block; return whether there is one."""
-        while not self._made:
+        while not self._blocks_made:
             if self._making is None:
                 if self.is_over:
                     return False
                 if (here := await self.make_here()) is not None:
-                    self._made.extend(here)
+                    self._blocks_made.extend(here)
                     continue
                 self.start()
             assert self._making is not None
             await asyncio.wait([self._making])  # cancellation does not reach it
             making, self._making = self._making, None
-            self._made.extend(making.result())
+            self._blocks_made.extend(making.result())
             if self.is_ahead:
                 self.start()
-        self.mark, self._block = self._made.popleft()
+        self.mark, self._block = self._blocks_made.popleft()
         self.taken = 0
         return True
 
@@ -348,7 +331,7 @@ class BlockReader(ShardReader):
                 making.cancel()
                 await asyncio.wait([making])
                 if not making.cancelled():
-                    making.exception()  # retrieved: nobody else will
+                    making.exception()  # mark it as retrieved
             if self.generator is not None:
                 close = self.generator.close
                 await in_thread(close, executor=thread) if thread else close()

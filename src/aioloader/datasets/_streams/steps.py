@@ -1,4 +1,4 @@
-"""The steps of a stream: each is a cursor over that of the step before it."""
+"""The steps of a stream: each is a cursor over the previous step's."""
 
 import asyncio
 import os
@@ -14,7 +14,7 @@ from aioloader._base.cancellation import cancel, finish_despite_cancel, in_threa
 from aioloader._base.raising import ends_task
 from aioloader._order.epoch import under_way
 from aioloader._order.permutation import (
-    MOMENT,
+    CHUNK,
     ShuffledIndices,
     keyed_order,
     paced,
@@ -24,31 +24,28 @@ from aioloader.datasets._streams.cursors import (
     Cursor,
     Reading,
     State,
-    check_again,
+    check_replayed,
     skip,
 )
 from aioloader.datasets._tokens import encoded, text_of
 from aioloader.errors import DatasetError
 
-# Least samples per thread; smaller shares cost more for threads than they save.
-_SHARE = 4
-# Most samples of a window pulled at once; more would delay others.
-_PULL = 1 << 13
-# Empty passes in a row after which an endless stream is an error. If shards are
-# shuffled, a reader's share of a pass may be empty, and its share of the next one not.
-_EMPTY = 8
+# Least samples per thread: for fewer, a thread costs more than it saves.
+_MIN_SAMPLES = 4
+# Most samples of a window to pull at once, or to free: more would block other tasks.
+_MAX_PULL = 1 << 13
+# Empty passes in a row after which an endless stream is an error. One is none: if
+# shards are shuffled, a reader's share of a pass may be empty, and of the next one not.
+_EMPTY_PASSES = 8
 
 
 class Step(Cursor):
-    """A cursor over another one, which it owns.
-
-    Its parameters become attributes, or entries of the state: ``own``.
-    """
+    """A cursor over ``upstream``; its parameters are attributes or ``own`` state."""
 
     kind: ClassVar[str]
     is_one_to_one = False  # whether it passes on as many samples as it gets
-    keeps_places = False  # whether each is made of the one in its place alone
-    starts: ClassVar[State] = {}  # own entries at the beginning
+    keeps_places = False  # whether its nth sample is made of the nth one it gets
+    starts: ClassVar[State] = {}  # its entries of the state at the beginning
 
     def __init__(
         self, upstream: Cursor, state: State, reading: Reading, **parameters: Any
@@ -61,21 +58,21 @@ class Step(Cursor):
         self.own: State = {name: own[name] for name in self.starts}
 
     async def pull(self, limit: int) -> Block:
-        with under_way(self.reading):  # perhaps of a later pass of ``repeat``
+        with under_way(self.reading):  # its epoch may be that of a pass of ``repeat``
             return await super().pull(limit)
 
     async def fill(self, limit: int) -> bool:
         with under_way(self.reading):
             return await super().fill(limit)
 
-    def _here(self) -> State:
+    def _make_state(self) -> State:
         return {"up": self.upstream.state(), **self.own}
 
-    async def _replay(self, count: int, known: list[int] | None) -> None:
-        if self.keeps_places:  # without making any again
-            await skip(self.upstream.pull, count, known)
+    async def _replay(self, count: int, failed: list[int] | None) -> None:
+        if self.keeps_places:  # it need not make them again
+            await skip(self.upstream.pull, count, failed)
         else:
-            await super()._replay(count, known)
+            await super()._replay(count, failed)
 
     async def _close(self) -> None:
         await self.upstream.aclose()
@@ -84,19 +81,19 @@ class Step(Cursor):
         return self.upstream.passes()
 
     def _made_nothing(self, since: int | None) -> int | None:
-        """Note that samples were read and none was made of them, since a pass.
+        """Return the first pass without samples: ``since``, or else the current one.
 
-        Return that pass, at first the present one. Several whole passes are an error:
-        without it nothing would ever end, and other ranks would wait for this one.
+        Called after a read of which no sample was made. Several whole passes are an
+        error: the stream would never end, and other ranks would wait for this one.
         """
         now = self.passes()
         if now is None or since is None:
             return now
-        if now - since > _EMPTY:
+        if now - since > _EMPTY_PASSES:
             raise ValueError(
-                f"{self.kind}() made no sample of {_EMPTY} passes of a repeated stream "
-                "in a row: all are empty, or are dropped; keep some, or repeat the "
-                "stream after this step instead of before it"
+                f"{self.kind}() made no sample of {_EMPTY_PASSES} passes of a repeated "
+                "stream in a row: all are empty, or are dropped; keep some, or repeat "
+                "the stream after this step instead of before it"
             )
         return since
 
@@ -130,12 +127,12 @@ class Mapped(Step):
     async def _await(
         self, function: Callable[[Any], Awaitable[Any]], block: Block
     ) -> list[Any]:
-        jobs = [_guarded(function, sample, self.kind) for sample in block]
-        return await asyncio.gather(*jobs)
+        calls = [_call_async(function, sample, self.kind) for sample in block]
+        return await asyncio.gather(*calls)
 
 
 class Decoded(Mapped):
-    """Decodes samples: CPU work, so threads share a block, in order."""
+    """Decodes samples: CPU work, so threads share each block; the order is kept."""
 
     kind = "decode"
 
@@ -143,8 +140,8 @@ class Decoded(Mapped):
         block = await self.upstream.pull(limit)
         if not len(block):
             return []
-        size = max(_SHARE, -(-len(block) // _threads()))
-        shares = [block[at : at + size] for at in range(0, len(block), size)]
+        size = max(_MIN_SAMPLES, -(-len(block) // _threads()))
+        shares = [block[k : k + size] for k in range(0, len(block), size)]
         jobs = [in_thread(self._apply, share) for share in shares]
         return list(chain.from_iterable(await asyncio.gather(*jobs)))
 
@@ -170,7 +167,7 @@ class Filtered(Mapped):
                 answers = await self._await(self.function, block)
             else:
                 answers = await in_thread(self._apply, block)
-            # A sample for which the function failed is passed on as its error.
+            # Where the function failed, its error replaces the sample.
             kept = [
                 answer if type(answer) is FailedSample else sample
                 for sample, answer in zip(block, answers, strict=True)
@@ -185,9 +182,8 @@ class Filtered(Mapped):
 class MappedAsync(Step):
     """Applies a coroutine function to each sample, many at a time, in order.
 
-    When a call ends, the next one starts, whether or not there is a pull. Memory holds
-    up to ``concurrency`` samples that wait for a call, and as many results that wait
-    for their turn.
+    The next call starts when one ends, even without a pull. Memory holds up to
+    ``concurrency`` samples that wait for a call, and as many results to be passed on.
     """
 
     kind = "map"
@@ -199,11 +195,11 @@ class MappedAsync(Step):
         super().__init__(*args, **parameters)
         self._waiting: deque[Any] = deque()
         self._tasks: deque[asyncio.Task[Any]] = deque()
-        self._under_way = 0
+        self._running = 0  # calls
         self._reading: asyncio.Task[None] | None = None
         self._has_ended = False
 
-    async def _more(self, limit: int) -> Block:
+    async def _next_block(self, limit: int) -> Block:
         self._refill()
         while not self._tasks and (reading := self._reading) is not None:
             await asyncio.wait([reading])  # cancellation does not reach it
@@ -226,29 +222,29 @@ class MappedAsync(Step):
         if reading is not None and reading.done() and not reading.cancelled():
             # An error stays there, and is raised after the last result.
             self._reading = None if reading.exception() is None else reading
-        while self._waiting and self._under_way < self.concurrency:
+        while self._waiting and self._running < self.concurrency:
             if len(self._tasks) >= 2 * self.concurrency:
                 return
-            job = _guarded(self.function, self._waiting.popleft(), self.kind)
+            job = _call_async(self.function, self._waiting.popleft(), self.kind)
             task = asyncio.create_task(job)
-            self._under_way += 1
-            task.add_done_callback(self._ended_call)
+            self._running += 1
+            task.add_done_callback(self._end_call)
             self._tasks.append(task)
-        # Many at once: one pull costs the same for one sample as for many.
+        # A pull costs nearly the same for one sample as for many.
         is_low = 2 * len(self._waiting) <= self.concurrency
         if is_low and self._reading is None and not self._has_ended:
-            self._begun = self._here()
-            self._reading = asyncio.create_task(self._read(self._begun))
+            self._ahead_state = self._make_state()
+            self._reading = asyncio.create_task(self._read(self._ahead_state))
             self._reading.add_done_callback(self._refill)
 
-    def _ended_call(self, _task: Any) -> None:
-        self._under_way -= 1
+    def _end_call(self, _task: Any) -> None:
+        self._running -= 1
         self._refill()
 
     async def _read(self, before: State) -> None:
         block = await self.upstream.pull(self.concurrency)
-        self._begun = None
-        self._note(before, block)
+        self._ahead_state = None
+        self._note_block(before, block)
         self._has_ended = not len(block)
         self._waiting.extend(block)
 
@@ -262,7 +258,7 @@ class MappedAsync(Step):
         await super()._close()
 
 
-async def _guarded(
+async def _call_async(
     function: Callable[[Any], Awaitable[Any]], sample: Any, stage: str
 ) -> Any:
     """Apply a coroutine function to a sample; its error becomes a ``FailedSample``."""
@@ -283,35 +279,35 @@ def failed_in(error: BaseException, stage: str) -> FailedSample:
 
 
 class Tokenized(Mapped):
-    """Makes an array of tokens of each text, of many texts at a time."""
+    """Makes an array of tokens of each text, ``batch`` texts at a time."""
 
     kind = "tokenize"
-    overshoots = makes_ahead = True
+    overshoots = prefetches = True
     column: str | None
     batch: int
 
-    async def _make(self, limit: int) -> Block:  # noqa: ARG002  (a batch)
+    async def _make(self, limit: int) -> Block:  # noqa: ARG002  (whole batches)
         return await super()._make(self.batch)
 
     def _apply(self, block: Block) -> list[Any]:
         column = self.column
         if column is not None and not isinstance(block, list):
             values = block.column(column)
-            if values is not None:  # and no rows
+            if values is not None:  # without making rows
                 block, column = values, None
-        made = self._call(partial(text_of, column=column), block)
-        texts = [one for one in made if type(one) is not FailedSample]
+        results = self._call(partial(text_of, column=column), block)
+        texts = [text for text in results if type(text) is not FailedSample]
         encode = partial(encoded, self.function)
         try:
-            found = encode(texts)
+            arrays = encode(texts)
         except BaseException:  # noqa: BLE001  (of one text, or of all)
-            found = self._call(lambda text: encode([text])[0], texts)
-        each = iter(found)
-        return [one if type(one) is FailedSample else next(each) for one in made]
+            arrays = self._call(lambda text: encode([text])[0], texts)
+        each = iter(arrays)
+        return [r if type(r) is FailedSample else next(each) for r in results]
 
 
 class Taken(Step):
-    """Takes the first samples; the stream after them is not read."""
+    """Passes on the first samples; the stream after them is not read."""
 
     kind = "take"
     starts: ClassVar[State] = {"left": 0}
@@ -328,10 +324,10 @@ class Taken(Step):
 
 
 class Skipped(Step):
-    """Drops the first samples, which are read, and gives the rest.
+    """Reads and drops the first samples, and passes on the rest.
 
     Those that could not be read are passed on: a failure may be a whole shard, in place
-    of which others' samples were dropped.
+    of which samples of other shards were dropped.
     """
 
     kind = "skip"
@@ -348,103 +344,95 @@ class Skipped(Step):
 
 
 class Batched(Step):
-    """Makes batches, as lists or as columns; each is one sample of this stream.
-
-    Failed samples of a batch come before it, one by one.
-    """
+    """Makes batches, as lists or columns; their failed samples come before them."""
 
     kind = "batch"
     overshoots = True
     size: int
     drop_last: bool
-    # Failed samples of the next batch that were passed on, and all unreadable ones.
-    _again, _lost = 0, list[int]()
+    # Failed samples of the next batch passed on already, and all unreadable ones.
+    _passed_failures, _lost = 0, list[int]()
 
-    async def _replay(self, count: int, known: list[int] | None) -> None:
-        # Only failed samples are dropped: those of a function may succeed now.
-        self._again, self._lost = count, known or []
+    async def _replay(self, count: int, failed: list[int] | None) -> None:
+        # ``_make`` drops failures: a function that failed may succeed now.
+        self._passed_failures, self._lost = count, failed or []
 
-    async def _make(self, limit: int) -> Block:  # noqa: ARG002  (one is enough)
+    async def _make(self, limit: int) -> Block:  # noqa: ARG002  (one batch)
         parts: list[Block] = []
-        found, before = 0, self._here()
-        while found < self.size:
-            block = await self.upstream.pull(self.size - found)
+        count, before = 0, self._make_state()
+        while count < self.size:
+            block = await self.upstream.pull(self.size - count)
             if not len(block):
                 break
             parts.append(block)
-            found += len(block)
-        whole, is_short = join(parts), self.drop_last and found < self.size
-        if self._again:
-            check_again(whole, 0, found, self._lost)
-        again, self._again = self._again, 0
+            count += len(block)
+        whole, is_short = join(parts), self.drop_last and count < self.size
+        passed, self._passed_failures = self._passed_failures, 0
+        if passed:
+            check_replayed(whole, 0, count, self._lost)
         if not (isinstance(whole, list) and FailedSample in set(map(type, whole))):
-            return [whole] if found and not is_short else []
-        self._known = before, (again, unreadable(whole))
-        made: Block = [sample for sample in whole if type(sample) is FailedSample][
-            again:
-        ]
+            return [whole] if count and not is_short else []
+        self._origin = before, (passed, unreadable(whole))
         good = [sample for sample in whole if type(sample) is not FailedSample]
+        failures = [sample for sample in whole if type(sample) is FailedSample]
+        made: Block = failures[passed:]
         return [*made, good] if good and not is_short else made
 
-    def _after(self, before: State, what: Any, count: int) -> State:
-        again, lost = what or (0, ())
-        taken = again + count
+    def _state_after(self, before: State, details: Any, count: int) -> State:
+        passed, lost = details or (0, ())
+        taken = passed + count
         return {**before, "taken": taken, "failed": lost} if taken else before
 
 
 class Windowed(Step):
-    """Windows of samples, of each of which a block is made.
+    """Makes one block of each window of ``size`` samples.
 
-    The stream is cut into windows, so that the state is a position, not a buffer. In a
-    block, the samples that could not be read come first: so a step that passes on any
-    sample of a window can tell whether the same ones fail when it is made again. Two
-    windows are in memory: one that is passed on, and the next one, which is read
-    meanwhile.
+    The stream is cut into windows, so that the state is a position, not a buffer. A
+    window's unreadable samples come first in its block: then a step that passes on any
+    sample of it can check that the same ones fail when it is made again. Memory holds
+    two windows: one is passed on while the next one is read.
     """
 
-    overshoots = makes_ahead = True
+    overshoots = prefetches = True
     starts: ClassVar[State] = {"number": 0}
     size: int
     seed: int
 
     async def _arranged(self, parts: list[Block], good: int) -> Block:
-        """Return the block made of the ``good`` samples of a window."""
+        """Return a window's samples as one block; ``parts`` have ``good`` samples."""
         raise NotImplementedError
 
     async def _make(self, limit: int) -> Block:  # noqa: ARG002  (a window)
         since: int | None = None
         while True:
-            parts, lost, found = await self._window()
-            made = await self._arranged(parts, found - len(lost))
+            parts, lost, count = await self._window()
+            made = await self._arranged(parts, count - len(lost))
             self.own["number"] += 1
-            if lost or len(made) or not found:
+            if lost or len(made) or not count:
                 return [*lost, *made] if lost else made
             since = self._made_nothing(since)
 
     async def _window(self) -> tuple[list[Block], list[FailedSample], int]:
-        """Return the next samples, those that could not be read, and how many."""
+        """Return a window's readable samples, unreadable ones, and their total."""
         parts: list[Block] = []
-        found, lost = 0, list[FailedSample]()
-        while found < self.size:
-            block = await self.upstream.pull(min(self.size - found, _PULL))
+        count, lost = 0, list[FailedSample]()
+        while count < self.size:
+            block = await self.upstream.pull(min(self.size - count, _MAX_PULL))
             if not len(block):
                 break
-            found += len(block)
+            count += len(block)
             if places := unreadable(block):
                 lost += [block[place] for place in places]
-                block = [
-                    one
-                    for one in block
-                    if type(one) is not FailedSample or one.is_users
-                ]
-            # Lists are joined as they come: joining all at the end takes milliseconds.
+                block = [s for s in block if type(s) is not FailedSample or s.is_users]
+            # Lists are joined one by one: joining all at the end takes milliseconds.
             if isinstance(block, list) and parts and isinstance(parts[-1], list):
                 parts[-1] += block
             else:
                 parts.append([*block] if isinstance(block, list) else block)
-        return parts, lost, found
+        return parts, lost, count
 
     def _order(self, length: int) -> ShuffledIndices:
+        """Return the order of ``length`` samples of the current window."""
         share = self.reading.share
         place = self.own["number"] * share.readers + share.reader
         return keyed_order(length, self.seed, self.reading.epoch, place)
@@ -457,8 +445,8 @@ class Shuffled(Windowed):
     is_one_to_one = True
 
     async def _arranged(self, parts: list[Block], good: int) -> Block:
-        # If in a thread, then while the previous window is passed on.
-        return await in_thread(self._permuted, parts, good, is_quick=good <= MOMENT)
+        # A thread runs while the previous window is passed on.
+        return await in_thread(self._permuted, parts, good, is_quick=good <= CHUNK)
 
     def _permuted(self, parts: list[Block], length: int) -> Block:
         order = paced(self._order(length))
@@ -466,8 +454,8 @@ class Shuffled(Windowed):
             return pick(join(parts), [*chain.from_iterable(order)])
         whole: Any = list(join(parts)) if len(parts) > 1 else parts.pop()
         permuted = [sample for places in order for sample in pick(whole, places)]
-        while len(whole) > _PULL:  # freeing it at once would block
-            del whole[-_PULL:]
+        while len(whole) > _MAX_PULL:  # freeing it at once would block
+            del whole[-_MAX_PULL:]
             pause()
         return permuted
 
@@ -477,25 +465,25 @@ class Repeated(Step):
 
     To the previous steps each pass is a separate epoch, so shuffles differ. Without
     ``times``, several empty passes in a row are an error, because other ranks would
-    wait for this one. So is a pass in which all samples failed: no policy could ever
-    end it.
+    wait for this one. So is a pass in which all samples failed: the stream would never
+    end, whatever the error policy.
     """
 
     kind = "repeat"
     starts: ClassVar[State] = {"pass": 0, "good": False, "lost": None}
-    open_pass: Callable[[int, State], Awaitable[Cursor]]  # its number, and where
+    open_pass: Callable[[int, State], Awaitable[Cursor]]  # gets its number and a state
     times: int | None
     _lost: BaseException | None = None  # the last error of a pass without good samples
-    _first: State  # where the pass began, once another one did
+    _first: State  # the state at the beginning of the pass, from the second one on
 
     def passes(self) -> int | None:
         return self.own["pass"] if self.times is None else self.upstream.passes()
 
-    async def _more(self, limit: int) -> Block:
-        before, number = self._here(), self.own["pass"]
+    async def _next_block(self, limit: int) -> Block:
+        before, number = self._make_state(), self.own["pass"]
         block = await self._make(limit)
-        # Nothing before the pass is read again.
-        self._note(before if self.own["pass"] == number else self._first, block)
+        # Resuming does not read the end of the previous pass.
+        self._note_block(before if self.own["pass"] == number else self._first, block)
         return block
 
     async def _make(self, limit: int) -> Block:
@@ -509,7 +497,7 @@ class Repeated(Step):
             if own["pass"] + 1 == self.times:
                 return []
             empty = 0 if own["good"] else empty + 1
-            if self.times is None and empty == _EMPTY:
+            if self.times is None and empty == _EMPTY_PASSES:
                 share = self.reading.share
                 raise ValueError(
                     f"reader {share.reader} of {share.readers} had no samples in "
@@ -520,15 +508,15 @@ class Repeated(Step):
             before = self.upstream
             self.upstream = await self.open_pass(own["pass"] + 1, {})
             own.update({"pass": own["pass"] + 1, "good": False, "lost": None})
-            self._first = self._here()
+            self._first = self._make_state()
             # If closing is interrupted, files stay open.
             await finish_despite_cancel(asyncio.create_task(before.aclose()))
         if not own["good"]:
             is_list = isinstance(block, list)
-            bad = [one for one in block if type(one) is FailedSample] if is_list else []
-            own["good"] = len(bad) < len(block)
-            self._lost = bad[-1].error if bad else None
-            own["lost"] = str(self._lost) if bad else None
+            failures = [s for s in block if type(s) is FailedSample] if is_list else []
+            own["good"] = len(failures) < len(block)
+            self._lost = failures[-1].error if failures else None
+            own["lost"] = str(self._lost) if failures else None
         return block
 
 
@@ -536,13 +524,13 @@ class EpochPart(Step):
     """One reader's part of an epoch of a given length, of an endless stream.
 
     Of ``count`` samples, ``real`` are not padding, which the next epoch has again. If
-    it ``leaves_out`` failed ones, others take their places. Where readers take turns, a
-    failed sample comes with its substitute (``FailedSample.then``), so every count of
-    samples, ``taken`` too, counts positions.
+    it ``leaves_out`` failed samples, others take their places. Where readers take
+    turns, a failed sample comes with its substitute (``FailedSample.then``), so every
+    count of samples, ``taken`` too, counts positions.
     """
 
     kind = "epoch_length"
-    # Samples given; those of the previous epoch to drop; the state before the padding.
+    # Samples made; those of the previous epoch to drop; the state before the padding.
     starts: ClassVar[State] = {"given": 0, "again": 0, "next": None}
     count: int
     real: int
@@ -552,36 +540,36 @@ class EpochPart(Step):
     def passes(self) -> None:
         return None
 
-    async def _replay(self, count: int, known: list[int] | None) -> None:
-        # The state may be that of readers that took turns.
+    async def _replay(self, count: int, failed: list[int] | None) -> None:
+        # The state may be from readers that took turns.
         before, self.in_turns = self.in_turns, self.leaves_out
-        await super()._replay(count, known)
+        await super()._replay(count, failed)
         self.in_turns = before
 
-    async def _places(self, limit: int) -> Block:
-        """Return the samples of the next places, each with those that failed there."""
+    async def _pull_positions(self, limit: int) -> Block:
+        """Return the next positions' samples, each with those that failed there."""
         block = await self.upstream.pull(limit)
         if not self.leaves_out or not isinstance(block, list):
             return block
-        places, lost = list[Any](), list[FailedSample]()
+        samples, lost = list[Any](), list[FailedSample]()
         while len(block):
             for sample in block:
                 if type(sample) is FailedSample:
                     lost.append(sample)
                     continue
-                places.append(
+                samples.append(
                     replace(lost[0], then=[*lost[1:], sample]) if lost else sample
                 )
                 lost = []
             if not lost:
                 break
-            block = await self.upstream.pull(limit - len(places))
-        return places
+            block = await self.upstream.pull(limit - len(samples))
+        return samples
 
     async def _make(self, limit: int) -> Block:
         own = self.own
         if own["again"]:
-            await skip(self._places, own["again"])
+            await skip(self._pull_positions, own["again"])
             own["again"] = 0
         left = self.real - own["given"]
         if left <= 0:
@@ -589,9 +577,9 @@ class EpochPart(Step):
             if left <= 0:
                 return []
             own["next"] = own["next"] or self.upstream.state()
-        pull = self._places if self.in_turns else self.upstream.pull
+        pull = self._pull_positions if self.in_turns else self.upstream.pull
         block = await pull(min(limit, left))
         own["given"] += len(block)
         if self.leaves_out and not self.in_turns and isinstance(block, list):
-            own["given"] -= sum(type(one) is FailedSample for one in block)
+            own["given"] -= sum(type(sample) is FailedSample for sample in block)
         return block

@@ -1,1 +1,1 @@
-"""Writing shards: their contents, and where they are stored."""
+"""Writing shards: encoding of samples, and destinations in folders and stores."""

@@ -1,13 +1,13 @@
-"""Destinations of shards: a directory or a store; readers see only whole shards.
+"""Destinations of shards and token files; readers see only complete ones.
 
-A file is written under a unique hidden name, synchronized and renamed. An object is
-uploaded in parts, and exists once the upload is completed; a killed process leaves
-parts, which nobody sees, and which a lifecycle rule of the bucket should remove after
-some days. Memory holds the parts in flight.
+A local shard is written under a unique hidden name, synchronized and renamed. An object
+is uploaded in parts, and exists once the upload is completed; a killed process leaves
+invisible parts, which a lifecycle rule of the bucket should remove after some days.
+Memory holds the parts in flight.
 
 A local file of tokens grows under a hidden name, and a hidden sidecar says how much of
-it counts: a writer that is killed resumes there. An upload cannot be resumed, so the
-next writer starts over.
+it counts: after a kill, the next writer resumes there. An upload cannot be resumed, so
+the next writer starts over.
 """
 
 import asyncio
@@ -46,7 +46,7 @@ T = TypeVar("T")
 _PART_BYTES, _PARTS = 8 << 20, 4
 _PARTIAL = ".partial"
 _DRAIN_SECONDS = 5.0
-# Makes the bytes of an index from the file of sizes.
+# Yields the bytes of an index, given the file of sizes.
 MakeIndex: TypeAlias = Callable[[BinaryIO], Iterator[bytes]]
 _SIZE_BYTES = 4
 
@@ -66,7 +66,7 @@ def make_sink(
 
 
 def threaded(method: Callable[..., T]) -> Callable[..., Coroutine[Any, Any, T]]:
-    """Run a method in a thread; a caller that is cancelled waits for its end.
+    """Run a method in a thread; a cancelled caller waits for its end.
 
     Errors of a full disk, which name no file, get the sink's label.
     """
@@ -93,25 +93,25 @@ class FolderSink:
 
     @threaded
     def open(self, name: str) -> dict[str, int]:
-        """Return names and sizes of all files; leftovers of ``name`` are removed."""
+        """Return the names and sizes of all files; remove leftovers of ``name``."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        # Not those of a writer whose name starts with this one's.
+        # Not of a writer whose name only starts with ``name``.
         file = rf"{re.escape(name)}-(\d+\.\w+(\.idx)?|shards\.json)"
-        left = re.compile(rf"\.{file}(\.\w+)?{re.escape(_PARTIAL)}")
-        there: dict[str, int] = {}
+        leftover = re.compile(rf"\.{file}(\.\w+)?{re.escape(_PARTIAL)}")
+        sizes: dict[str, int] = {}
         with os.scandir(self._folder) as entries:
             for entry in entries:
-                # Another writer may rename its file meanwhile.
+                # Another writer may rename or remove its file now.
                 with contextlib.suppress(FileNotFoundError):
                     if entry.is_file():
-                        there[entry.name] = entry.stat().st_size
-        for file in filter(left.fullmatch, there):
+                        sizes[entry.name] = entry.stat().st_size
+        for file in filter(leftover.fullmatch, sizes):
             (self._folder / file).unlink(missing_ok=True)
-        return there
+        return sizes
 
     @threaded
     def read(self, file: str) -> bytes | None:
-        """Return a small file, or None."""
+        """Return the contents of a small file; None if there is none."""
         return _contents(self._folder / file) or None  # ``swap`` may make it empty
 
     @threaded
@@ -124,26 +124,26 @@ class FolderSink:
     def swap(self, file: str, before: bytes | None, data: bytes) -> bool:
         """Replace a small file if it equals ``before``; return whether it did.
 
-        Of several concurrent writers one succeeds, where the file system has locks.
+        Of concurrent writers one succeeds, where the file system has locks.
         """
         path = self._folder / file
         while True:
-            with path.open("a+b") as found:
-                lock(found, "LOCK_EX")
+            with path.open("a+b") as current:
+                lock(current, "LOCK_EX")
                 try:
-                    if is_at(found, path):  # else it was replaced
-                        found.seek(0)
-                        is_same = (found.read() or None) == before
+                    if is_at(current, path):  # otherwise it was replaced: try again
+                        current.seek(0)
+                        is_same = (current.read() or None) == before
                         if is_same:
                             self._replace(file, data)
                         return is_same
                 finally:
-                    # Closing it is not enough: a process forked meanwhile has it, too.
-                    lock(found, "LOCK_UN")
+                    # A forked process may hold it open, so closing does not unlock it.
+                    lock(current, "LOCK_UN")
 
     @threaded
     def write(self, file: str, data: bytes) -> None:
-        """Add bytes to a shard; it is invisible until it is completed."""
+        """Add bytes to a shard, which is invisible until it is complete."""
         if self._shard is None:
             self._shard = _Partial(self._folder / file)
         self._shard.append(data)
@@ -173,7 +173,7 @@ class _Partial(FileIO):
     """A file under a hidden name, until it is renamed to ``path``."""
 
     def __init__(self, path: Path) -> None:
-        # A unique name, so no other writer writes to it or renames it, even by mistake.
+        # A unique name: no other writer writes to it or renames it, even by mistake.
         name = f".{path.name}.{secrets.token_hex(4)}{_PARTIAL}"
         self._hidden, self._path = path.with_name(name), path
         super().__init__(self._hidden, "w")
@@ -184,7 +184,7 @@ class _Partial(FileIO):
             left = left[self.write(left) :]
 
     def rename(self) -> None:
-        """Make sure that the bytes are on the disk, then rename the file."""
+        """Write the bytes to the disk, then rename the file."""
         os.fsync(self.fileno())
         self.close()
         try:
@@ -202,7 +202,7 @@ class _Partial(FileIO):
 
 
 def sync_folder(path: Path) -> None:
-    """Make sure that the names in a directory are on the disk."""
+    """Write the names in a directory to the disk."""
     folder = os.open(path, os.O_RDONLY)
     try:
         os.fsync(folder)
@@ -211,14 +211,14 @@ def sync_folder(path: Path) -> None:
 
 
 def is_at(file: BinaryIO, path: Path) -> bool:
-    """Return whether an open file is still the one of its path."""
+    """Tell whether an open file is still the one at ``path``."""
     with contextlib.suppress(FileNotFoundError):
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     return False
 
 
 class StoreSink:
-    """A store, or the folder in it that a URL names; otherwise like ``FolderSink``."""
+    """A store, or a folder in it; otherwise like ``FolderSink``."""
 
     def __init__(self, source: ObstoreStore) -> None:
         self.label = source.label
@@ -228,7 +228,7 @@ class StoreSink:
         self._upload: Any = None
 
     async def open(self, name: str) -> dict[str, int]:  # noqa: ARG002  (parts are invisible)
-        """Return the objects in the folder, not those below it."""
+        """Return the names and sizes of objects directly in the folder."""
         obstore = import_obstore()
         listed = await self._request("list", "", obstore.list_with_delimiter_async)
         return {meta["path"]: meta["size"] for meta in listed["objects"]}
@@ -252,14 +252,14 @@ class StoreSink:
         await self._request("write", file, lambda store: put(store, file, data))
 
     async def swap(self, file: str, before: bytes | None, data: bytes) -> bool:
-        """As for ``FolderSink``, where the store has conditional writes."""
-        found, mode = await self._version(file)
-        if found != before:
+        """Do the same as ``FolderSink``, where the store has conditional writes."""
+        current, mode = await self._version(file)
+        if current != before:
             return False
         obstore = import_obstore()
         errors, store = obstore.exceptions, self._source.open()
-        for how in (mode, "overwrite"):
-            put = obstore.put_async(store, file, data, mode=how)
+        for choice in (mode, "overwrite"):
+            put = obstore.put_async(store, file, data, mode=choice)
             try:
                 await self._flights.follow(put)
             except (errors.AlreadyExistsError, errors.PreconditionError):
@@ -268,14 +268,14 @@ class StoreSink:
                 failure = failure_of("write", self._source.locate(file), exc)
                 is_refused = Reason(exc).status == HTTPStatus.NOT_IMPLEMENTED
                 lacks_conditions = isinstance(exc, NotImplementedError) or is_refused
-                if how == "overwrite" or not lacks_conditions:
+                if choice == "overwrite" or not lacks_conditions:
                     break
             else:
                 return True
         raise failure
 
     async def write(self, file: str, data: bytes) -> None:
-        """Add bytes to a shard; waits while the most parts allowed are in flight."""
+        """Add bytes to a shard; wait while too many parts are in flight."""
 
         def send(store: "ObjectStore") -> Any:
             if self._upload is None:
@@ -292,7 +292,7 @@ class StoreSink:
         self._upload = None
 
     async def aclose(self) -> None:
-        """Make the store discard an incomplete shard, and end all requests."""
+        """Discard an incomplete shard, and end all requests."""
         try:
             if self._upload is not None:
                 error = RuntimeError("aborted")
@@ -326,7 +326,7 @@ def make_token_sink(
 
 
 class FileSink:
-    """A file, whose directory is created if missing."""
+    """A local file of tokens, whose directory is created if missing."""
 
     def __init__(self, path: Path, index: Path | None) -> None:
         self.label = str(path)
@@ -338,7 +338,7 @@ class FileSink:
         )
         self._tokens: BinaryIO | None = None
         self._sizes: BinaryIO | None = None
-        self._is_empty = False  # nothing is there that another writer could resume
+        self._is_empty = False  # whether there is nothing to resume
 
     @threaded
     def open(self) -> tuple[bytes | None, bool]:
@@ -350,11 +350,11 @@ class FileSink:
             )
         self._path.parent.mkdir(parents=True, exist_ok=True)
         if self._path.exists():
-            self._clean()  # it may have been killed just before
+            self._clean()  # a writer may have been killed just before
             return _contents(self._sidecar), True
         self._tokens = self._growing.open("a+b")
         is_mine = lock(self._tokens, "LOCK_EX", "LOCK_NB")
-        # Another one may have finished meanwhile, which renames the file.
+        # Another writer may have finished, which renames the file.
         if not is_mine or not is_at(self._tokens, self._growing) or self._path.exists():
             raise StateMismatchError(
                 f"another writer is writing {self.label!r} now; run one writer at a "
@@ -367,7 +367,7 @@ class FileSink:
 
     @threaded
     def begin(self, num_bytes: int, documents: int) -> bool:
-        """Keep so much of what is there; nothing, and return False, if that is less."""
+        """Truncate the files to these lengths; if shorter, to 0, and return False."""
         files = [(self._tokens, num_bytes), (self._sizes, _SIZE_BYTES * documents)]
         is_there = all(file and file.seek(0, os.SEEK_END) >= n for file, n in files)
         for file, size in files:
@@ -378,7 +378,7 @@ class FileSink:
 
     @threaded
     def append(self, data: bytes, sizes: bytes, sidecar: bytes) -> None:
-        """Add tokens and sizes of documents, which count from now on."""
+        """Add tokens and sizes of documents, and make them count."""
         self._write(data, sizes)
         for file in (self._tokens, self._sizes):
             if data and file is not None:
@@ -390,7 +390,7 @@ class FileSink:
     def finish(
         self, data: bytes, sizes: bytes, make_index: MakeIndex | None, sidecar: bytes
     ) -> None:
-        """Add the last ones; make the file visible, after what is next to it."""
+        """Add the last tokens, index and sidecar, then make the file visible."""
         self._write(data, sizes)
         assert self._tokens is not None
         assert self._sizes is not None
@@ -398,7 +398,7 @@ class FileSink:
         if make_index is not None and self._index is not None:
             _replace(self._index, make_index(self._sizes))
         _replace(self._sidecar, [sidecar])
-        # While it is open, and so locked.
+        # While it is open, and so locked for this writer.
         self._growing.replace(self._path)
         self._is_empty = False
         sync_folder(self._path.parent)
@@ -412,17 +412,17 @@ class FileSink:
 
     @threaded
     def aclose(self) -> None:
-        """Close the files; what counts stays for the next writer, if anything does."""
+        """Close the files; if tokens count, they stay for the next writer."""
         if self._is_empty:
-            with contextlib.suppress(OSError):  # an earlier one ends the writer
+            with contextlib.suppress(OSError):  # the writer raises an earlier one
                 self._clean()
                 self._growing.unlink(missing_ok=True)  # while it is locked
             self._is_empty = False
         files, self._tokens, self._sizes = (self._tokens, self._sizes), None, None
-        with contextlib.ExitStack() as stack:  # one may have no room for its rest
+        with contextlib.ExitStack() as stack:  # a disk may be too full to flush one
             for file in filter(None, files):
                 stack.callback(file.close)
-                lock(file, "LOCK_UN")  # a process forked meanwhile has it, too
+                lock(file, "LOCK_UN")  # a forked process may hold it open
 
     def _clean(self) -> None:
         for path in (self._growing_sizes, self._journal):
@@ -430,7 +430,7 @@ class FileSink:
 
 
 class ObjectSink:
-    """An object of a store, which a URL names; otherwise like ``FileSink``."""
+    """An object of tokens in a store; otherwise like ``FileSink``."""
 
     def __init__(
         self, address: Address, index: Address | None, options: StoreOptions
@@ -460,18 +460,18 @@ class ObjectSink:
     async def finish(
         self, data: bytes, sizes: bytes, make_index: MakeIndex | None, sidecar: bytes
     ) -> None:
-        """Add the last ones; make the object visible, after what is next to it."""
+        """Add the last tokens, index and sidecar, then make the object visible."""
         await self.append(data, sizes, sidecar)
         assert self._sizes is not None
         if make_index is not None and self._index is not None:
-            other = StoreSink(self._source)  # it has an upload of its own
+            sink = StoreSink(self._source)  # for a separate upload
             pieces = make_index(self._sizes)
             try:
                 while piece := await in_thread(next, pieces, b""):
-                    await other.write(self._index, piece)
-                await other.complete()
+                    await sink.write(self._index, piece)
+                await sink.complete()
             finally:
-                await other.aclose()
+                await sink.aclose()
         await self._sink.put(f"{self._name}.json", sidecar)
         await self._sink.complete()
 
@@ -489,7 +489,7 @@ def _contents(path: Path) -> bytes | None:
 
 
 def _replace(path: Path, pieces: Iterable[bytes]) -> None:
-    """Write a file, completely or not at all; one writer at a time."""
+    """Write a file, completely or not at all. Only one writer may call it."""
     hidden = path.with_name(f".{path.name.removeprefix('.')}.new")
     with hidden.open("wb") as file:
         file.writelines(pieces)

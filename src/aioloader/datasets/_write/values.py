@@ -1,4 +1,4 @@
-"""Samples to the bytes of tar members and to the columns of tables."""
+"""Samples as the bytes of tar members, and as the columns of tables."""
 
 import contextlib
 import io
@@ -20,22 +20,22 @@ from aioloader.datasets.tar import split_name
 
 _BLOCK = 512
 _NUMBER_BYTES = 8
-# Errors of pyarrow are ValueErrors or TypeErrors, too.
+# Raised for values that a type cannot hold; pyarrow's errors derive from these.
 _UNFIT = ValueError, TypeError, OverflowError, NotImplementedError
-# Of lists, which may be long.
+# Items of lists, which may be long, that need no copy.
 _IMMUTABLE = frozenset({int, float, str, bytes, bool, type(None)})
 _REPR = reprlib.Repr()
 _REPR.maxother = 60
 
 
 def members_of(key: Any, sample: Mapping[str, Any]) -> bytes:
-    """Return the members of a sample with their headers, the same ones in each run."""
+    """Return a sample's tar members with headers, the same bytes in each run."""
     named = [(n.lower(), v) for n, v in sample.items() if not n.startswith("__")]
     members = dict(named)
     if not members or len(members) < len(named):
-        what = "no members" if not members else "two members of the same name"
+        problem = "no members" if not members else "two members of the same name"
         raise ValueError(
-            f"sample {key!r} has {what}: {', '.join(sample)}; give each its own"
+            f"sample {key!r} has {problem}: {', '.join(sample)}; give each its own"
         )
     if not isinstance(key, str):
         raise ValueError(  # noqa: TRY004  (as for any other key)
@@ -68,10 +68,10 @@ def members_of(key: Any, sample: Mapping[str, Any]) -> bytes:
 def table_of(
     pa: Any, rows: list[dict[str, Any]], first: int, schema: Any, *, may_round: bool
 ) -> Any:
-    """Return rows as a table of pyarrow, of a given schema or of their own.
+    """Return rows as a table of pyarrow, with a given schema or an inferred one.
 
-    A ValueError if a row would not be read back unchanged: it is taken out of ``rows``.
-    ``first`` is the number of the first row. Numbers ``may_round`` to floats.
+    Raise a ValueError if a row would not be read back unchanged, and remove it from
+    ``rows``. ``first`` is the number of the first row. Numbers ``may_round`` to floats.
     """
     fields: dict[str, Any] = dict.fromkeys(name for row in rows for name in row)
     if schema is not None:
@@ -82,16 +82,16 @@ def table_of(
         kinds = {getattr(value, "dtype", None) for value in values if value is not None}
         # Without a schema, numbers keep their type if all have the same.
         keeps = field is None and len(kinds) == 1 and _is_number(*kinds)
-        values = [_listed(value, keeps=keeps) for value in values]
+        values = [_to_list(value, keeps=keeps) for value in values]
         make = partial(_array, pa, field, may_round=may_round)
         try:
             columns[name] = make(values)
         except _UNFIT as error:
             row, why = _first_unfit(make, values)
             del rows[row]
-            what = "one type" if field is None else str(field.type)
+            target = "one type" if field is None else str(field.type)
             raise ValueError(
-                f"column {name!r} cannot be written as {what}: row {first + row:,}: "
+                f"column {name!r} cannot be written as {target}: row {first + row:,}: "
                 f"{why}; pass a schema that fits all rows"
             ) from error
     return pa.table(columns, schema)
@@ -101,19 +101,19 @@ def _is_number(kind: Any) -> bool:
     return kind is not None and kind.kind in "biuf" and kind.isnative
 
 
-def _listed(value: Any, *, keeps: bool) -> Any:
-    """Return an array as lists, because pyarrow takes only those of one dimension."""
+def _to_list(value: Any, *, keeps: bool) -> Any:
+    """Return an array of two or more dimensions as lists; of arrays if it ``keeps``."""
     if not isinstance(value, np.ndarray) or value.ndim == 1:
         return value
     if not keeps:
         return value.tolist()
-    return [_listed(one, keeps=True) for one in value] if value.ndim else value[()]
+    return [_to_list(v, keeps=True) for v in value] if value.ndim else value[()]
 
 
 def _first_unfit(
     make: Callable[[list[Any]], Any], values: list[Any]
 ) -> tuple[int, str]:
-    """Return which value does not fit, or not those before it, and why."""
+    """Return the index of the first value that does not fit, and why."""
 
     def why(count: int) -> str:
         try:
@@ -128,22 +128,22 @@ def _first_unfit(
 
 
 def _array(pa: Any, field: Any, values: list[Any], *, may_round: bool) -> Any:
-    """Return an array of the type of a field, if any, which holds just the values.
+    """Return an array with exactly these values, of the type of a field, if any.
 
-    pyarrow cuts silently what a type has no room for: 0.75 as int64, fields of structs.
+    pyarrow silently truncates values: 0.75 as int64, fields of structs.
     """
     kind: Any = None if field is None else field.type
-    found: Any = None
+    guess: Any = None
     with contextlib.suppress(*_UNFIT):
-        found = pa.array(values)
-    is_found = found is not None and (kind is None or found.type == kind)
-    array = found if is_found else pa.array(values, kind)
+        guess = pa.array(values)
+    fits = guess is not None and (kind is None or guess.type == kind)
+    array = guess if fits else pa.array(values, kind)
     if array.null_count and field is not None and not field.nullable:
         raise ValueError("there is no value, and the column is not nullable")
-    # Even what is found may be cut: datetimes after a date, 0.5 of float16 after 1.
+    # pyarrow's guess may truncate, too: datetimes after a date, 0.5 of float16 after 1.
     is_mixed = len({*map(type, values)} - {type(None)}) > 1
-    is_sure = found is not None and not is_mixed and "date32" not in str(found.type)
-    if is_sure and (is_found or _is_same(found, array, may_round=may_round)):
+    is_exact = guess is not None and not is_mixed and "date32" not in str(guess.type)
+    if is_exact and (fits or _is_same(guess, array, may_round=may_round)):
         return array
     for value, read in zip(values, array.to_pylist(), strict=True):
         if not _is_kept(value, read, may_round=may_round):
@@ -151,31 +151,31 @@ def _array(pa: Any, field: Any, values: list[Any], *, may_round: bool) -> Any:
     return array
 
 
-def _is_same(found: Any, array: Any, *, may_round: bool) -> bool:
-    """Return whether arrays are known to have the same values; quick."""
+def _is_same(exact: Any, array: Any, *, may_round: bool) -> bool:
+    """Tell whether arrays surely have the same values, without a loop in Python."""
     from pyarrow import compute, types  # noqa: PLC0415  (as in ``writers``)
 
     with contextlib.suppress(*_UNFIT):
-        if array.cast(found.type).equals(found):
+        if array.cast(exact.type).equals(exact):
             return True
-    while all(hasattr(one.type, "value_field") for one in (array, found)):
-        array, found = array.flatten(), found.flatten()
-    if not may_round or not all(types.is_floating(one.type) for one in (array, found)):
+    while all(hasattr(side.type, "value_field") for side in (array, exact)):
+        array, exact = array.flatten(), exact.flatten()
+    if not may_round or not all(types.is_floating(a.type) for a in (array, exact)):
         return False
-    return bool(compute.is_finite(array).equals(compute.is_finite(found)))
+    return bool(compute.is_finite(array).equals(compute.is_finite(exact)))
 
 
 def _is_kept(value: Any, read: Any, *, may_round: bool) -> bool:
-    """Return whether a value is what is read, also if pyarrow has another type for it.
+    """Tell whether a value is read back unchanged, perhaps as another type.
 
-    So it is if they cannot be compared: an integer as a timestamp.
+    True for values that cannot be compared, such as an integer and a timestamp.
     """
     kept = partial(_is_kept, may_round=may_round)
     if isinstance(value, (np.ndarray, np.generic)):
         value = value.tolist()
     if isinstance(value, Mapping):
-        there = dict(read)
-        return all(name in there and kept(value[name], there[name]) for name in value)
+        read = dict(read)
+        return all(name in read and kept(value[name], read[name]) for name in value)
     if isinstance(read, (list, tuple)):
         return len(value) == len(read) and all(map(kept, value, read))
     if isinstance(value, Number) and isinstance(read, Number):
@@ -189,16 +189,16 @@ def _is_kept(value: Any, read: Any, *, may_round: bool) -> bool:
 
 
 def copied(value: Any) -> Any:
-    """Return a copy that the caller cannot change before the row group is written."""
+    """Return a copy, which the caller cannot change before the row group is written."""
     if isinstance(value, torch.Tensor):
         return value.detach().cpu().numpy().copy()
     if isinstance(value, np.ndarray):
         return value.copy()
     if isinstance(value, dict):
-        return {name: copied(one) for name, one in value.items()}
+        return {name: copied(field) for name, field in value.items()}
     if isinstance(value, (list, tuple)):
-        ones = (one if type(one) in _IMMUTABLE else copied(one) for one in value)
-        return tuple(ones) if isinstance(value, tuple) else [*ones]  # pairs of a map
+        items = (v if type(v) in _IMMUTABLE else copied(v) for v in value)
+        return tuple(items) if isinstance(value, tuple) else [*items]  # pairs of a map
     return bytes(value) if is_buffer(value) else value
 
 
@@ -216,7 +216,7 @@ def bytes_of(value: Any) -> int:
 
 
 class Output(io.BytesIO):
-    """A file for pyarrow; bytes that were taken still count in its position."""
+    """A file for pyarrow; ``taken`` removes bytes, which count in ``tell``."""
 
     _taken = 0
 
