@@ -113,7 +113,7 @@ def make_source(
             maker,
             runner,
             ready=ready,
-            bookmark=start,
+            start=start,
             pool=pool,
             head_start=options.follows_concurrency,
             tuner=tuner,

@@ -99,7 +99,7 @@ class Pipeline:
     _: KW_ONLY
     # The consumer's results; in a worker, ``sink`` gets them.
     ready: ReadyQueue = field(default_factory=partial(ReadyQueue, in_order=False))
-    bookmark: EpochPosition = BEGINNING  # where the epoch is resumed
+    start: EpochPosition = BEGINNING  # where the epoch starts, or is resumed
     pool: Pool | None = None
     sink: Callable[[BatchTask, BatchResult], None] | None = None
     head_start: bool = False  # whether the first batch is read before the others
@@ -149,7 +149,7 @@ class Pipeline:
         # Plain code sees the context variables of its consumer.
         self.context: contextvars.Context = context_elsewhere()
         self.context.run(UNDER_WAY.set, maker)
-        resume = self.bookmark.states.get(0)
+        resume = self.start.states.get(0)
         if maker.kind is Kind.ITERABLE:
             self._stream = StreamBatcher(maker, resume=resume, keys=maker.reader_keys())
         elif maker.kind is Kind.ASYNC_ITERABLE and self.reads_here:

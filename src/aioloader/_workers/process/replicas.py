@@ -61,7 +61,7 @@ class StreamReplicas:
         """
         stream = self._streams[pipeline][worker]
         if stream.read is None:
-            first = pipeline.bookmark.states.get(worker)
+            first = pipeline.start.states.get(worker)
             states = {} if first is None else {0: first}
             stream.read = Progress(EpochPosition(number, states=states))
         return None if stream.has_begun else self.resume_of(pipeline, worker)
@@ -69,7 +69,7 @@ class StreamReplicas:
     def resume_of(self, pipeline: Pipeline, worker: int) -> Any:
         """Return the state from which a stream continues, and its seeds; or None."""
         state = self._streams[pipeline][worker].state
-        state = state or pipeline.bookmark.states.get(worker)
+        state = state or pipeline.start.states.get(worker)
         if state is None:
             return None
         return state, pipeline.maker.reader_keys(worker, self._number)
@@ -118,10 +118,10 @@ class StreamReplicas:
         """Restart a stream from its last state; return False if that is unknown."""
         if stream.read is None:
             return False
-        bookmark = stream.read.position()
-        state = bookmark.states.get(0)
+        position = stream.read.position()
+        state = position.states.get(0)
         can = self._has_state if state is None else has_state(state)
-        if bookmark.beyond or not can:
+        if position.beyond or not can:
             return False
         stream.has_begun = False
         stream.state = state or stream.state

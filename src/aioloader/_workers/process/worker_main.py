@@ -428,7 +428,7 @@ class _Server:
             pipeline = self._pipelines[key] = Pipeline(
                 self._endpoint.maker,
                 self._runners.lease("loop"),
-                bookmark=EpochPosition(
+                start=EpochPosition(
                     states={0: request.resume and request.resume[0]}
                 ),
                 sink=self._deliver,
