@@ -161,9 +161,7 @@ class IndexedDataset(Dataset[Coroutine[Any, Any, Any]], LoopDataset):
                 damaged.
         """
         if not (isinstance(index, int) and 0 <= index < len(self)):
-            index = position_of(
-                index, len(self)
-            )  # makes a plain integer of a block index
+            index = position_of(index, len(self))  # a plain integer, without its block
         if self._local is not None:
             (sample,) = await self._readers.here().read([index])
             return sample

@@ -111,7 +111,7 @@ class _Iterable(Stream[Any]):
         return _IterableCursor(self._source, reading, state, is_async=self._is_async)
 
     def ahead(self) -> Ahead:
-        """Return the limit of read-ahead: an iterator may wait for each sample."""
+        """Return how far to read ahead; an iterator may wait for each sample."""
         return Ahead.FREE if isinstance(self._source, Sequence) else Ahead.QUICK
 
     def describe(self) -> State:

@@ -67,7 +67,7 @@ MDSColumn: TypeAlias = tuple[str, Decode, int | None]
 
 
 def decoder_of(encoding: str, *, allow_unsafe_types: bool) -> Decode:
-    """Return a decoder; raise a ValueError if it is unknown, or not allowed."""
+    """Return a decoder; raise a ValueError if the encoding is unknown or disallowed."""
     name, _, config = encoding.partition(":")
     if name == "ndarray":
         return _array_decoder(config)

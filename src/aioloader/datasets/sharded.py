@@ -105,7 +105,7 @@ class ShardedStream(Stream[Sample_co]):
         interleave: Number of shards to read concurrently, in all readers together;
             rounded up to a multiple of their number.
         deterministic: Whether to interleave slots in a fixed order. Otherwise the order
-            differs from run to run, and the number of ranks must stay on resume.
+            differs from run to run, and a resume needs the same number of ranks.
         max_bytes: Read-ahead of one rank, or worker, in bytes; divided equally among
             its slots. A slot may exceed its part by a single read.
 
@@ -173,7 +173,7 @@ class ShardedStream(Stream[Sample_co]):
         return kind(sequences, state, summary)
 
     def ahead(self) -> Ahead:
-        """Return the limit of read-ahead: none if the order may change between runs."""
+        """Return how far to read ahead: never if the order may change between runs."""
         changes = self.made_by.changes or not self._deterministic
         return Ahead.NEVER if changes else Ahead.FREE
 
@@ -182,7 +182,7 @@ class ShardedStream(Stream[Sample_co]):
         return [""]
 
     def describe(self) -> State:
-        """Return the format's key, and the order of shards and slots."""
+        """Return the format's description, and the order of shards and slots."""
         return {
             "kind": type(self).__name__,
             **self.made_by.describe(),

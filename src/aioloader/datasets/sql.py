@@ -300,7 +300,7 @@ class PostgresLookup(Lookup):
         """Return the pool; it connects at the first query."""
         if self._pool is None:
             # Without connections `create_pool` never waits, so no second pool is made.
-            # No cache: behind a pooler, named statements may be another client's.
+            # No cache: with a pooler, named statements may be another client's.
             self._pool = await import_asyncpg().create_pool(
                 self._address.for_asyncpg(),
                 min_size=0,

@@ -103,7 +103,7 @@ class Stream(Iterated[Sample_co]):
 
         Raises:
             ValueError: If a word is unknown.
-            ImportError: If images are to be decoded, and Pillow is not installed.
+            ImportError: If images need Pillow, and it is not installed.
         """
         decoder = Decoder(*specs)
         return _StepStream(self, Decoded, decoder.describe(), function=decoder)
@@ -176,10 +176,10 @@ class Stream(Iterated[Sample_co]):
 
         The reverse of ``batch``; rows of tables stay in columns. Samples are lists,
         arrays, generators or other iterables. Generators run in a thread, no further
-        than needed. A sample that is a string, a dict or not iterable fails with a
-        ``TypeError``. If an iterable raises, the error replaces its remaining items. A
-        state has a position among the items of a sample: on resume, that sample's items
-        are generated again, and must be the same.
+        than needed. A sample that is a string, bytes, a dict or not iterable fails with
+        a ``TypeError``. If an iterable raises, the error replaces its remaining items.
+        A state has a position among the items of a sample: on resume, that sample's
+        items are generated again, and must be the same.
         """
         return _StepStream(self, Unbatched, {})
 
@@ -188,7 +188,8 @@ class Stream(Iterated[Sample_co]):
     ) -> "Stream[Any]":
         """Return the stream of the items of each ``function(sample)``, one by one.
 
-        The short form of ``map(function, concurrency=concurrency).unbatch()``.
+        The short form of ``map(function, concurrency=concurrency).unbatch()``: the
+        function returns an iterable, or is a generator function.
         """
         return self.map(function, concurrency=concurrency).unbatch()
 
@@ -336,7 +337,7 @@ class Stream(Iterated[Sample_co]):
 
 
 def _check_function(function: object, *rejected: str) -> None:
-    """Raise a TypeError if it is not callable, or generates in a ``rejected`` way."""
+    """Raise a TypeError if it is not callable, or is a ``rejected`` generator."""
     check_is(function, Callable, "function", "callable")
     if generator_of(function) in rejected:
         raise TypeError(
@@ -483,7 +484,7 @@ class Mixture(Stream[Any]):
         return zip(self.sources, states, strict=True)
 
     async def open(self, reading: Reading, state: State) -> Cursor:
-        """Return a cursor over the cursors of all streams."""
+        """Open all streams, and return a cursor that mixes their samples."""
         cursors = [await stream.open(reading, up) for stream, up in self._paired(state)]
         return Mixed(cursors, state, reading, self._schedule, self.ahead())
 

@@ -82,9 +82,10 @@ class TokenDataset(Dataset[Any]):
     The file is a sequence of integers, or Megatron's ``.bin`` with its ``.idx``. Sample
     ``k`` has the tokens ``k * length`` to ``(k + 1) * length``, as a dict of
     ``input_ids``, ``labels`` and ``position_ids``, int64, shape ``(length,)``. A label
-    is the next token, even the one after the sample. So there are ``(tokens - 1) //
-    length`` samples, and up to ``length`` tokens at the end are unused. The label is
-    -100 where a document ends; positions restart at each document and sample.
+    is the next token; the last label is the token after the sample. So there are
+    ``(tokens - 1) // length`` samples, and up to ``length`` tokens at the end are
+    unused. The label is -100 where a document ends; positions restart at each document
+    and sample.
 
     A local file is mapped when the first sample is read, and ``__getitem__`` is a plain
     method. From a URL, each sample is read by a ranged request, and ``__getitem__`` is
