@@ -146,8 +146,8 @@ class _IterableCursor(Cursor):
         """Return the next samples of all readers, and whether the source has ended."""
         with under_way(self._reading):
             if self._is_async:
-                begun = self._begin(aiter)
-                return begun or await read_block_async(self._iterator, count)
+                failure = self._begin(aiter)
+                return failure or await read_block_async(self._iterator, count)
             self._thread = self._thread or ThreadPoolExecutor(1, "aioloader-iterable")
             read = lambda: self._begin(iter) or read_block(self._iterator, count)  # noqa: E731
             return await in_thread(read, executor=self._thread)

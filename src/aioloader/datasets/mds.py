@@ -379,9 +379,9 @@ def samples(
             head = yield from _read(lengths.size, stop, feed)
             length = lengths.size + fixed + sum(lengths.unpack(head))
             end = offset + length
-            listed = next(ends, end)
-            if end > stop or end != listed:
-                reason = f"to byte {end:,}, which its table ends at {listed:,}"
+            table_end = next(ends, end)
+            if end > stop or end != table_end:
+                reason = f"to byte {end:,}, which its table ends at {table_end:,}"
                 if end > stop:
                     reason = f"of {length:,} bytes, after the shard's end"
                 raise _damage(feed.url, offset, f"a sample {reason}")

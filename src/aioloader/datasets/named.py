@@ -150,14 +150,14 @@ class ClassFolders(Dataset[Coroutine[Any, Any, "tuple[Any, int]"]], Named):
         extensions: Iterable[str] = FOLDER_EXTENSIONS,
     ) -> None:
         self.dataset = dataset
-        wanted = {extension.lower().lstrip(".") for extension in extensions}
+        endings = {extension.lower().lstrip(".") for extension in extensions}
         start = f"{root.rstrip('/')}/" if root else ""
-        files = _find_labels(dataset.names, start, wanted)
+        files = _find_labels(dataset.names, start, endings)
         folders = {folder for folder, *_ in files}
         if classes is None:
             if empty := sorted({*dataset.folders(root)} - folders):
                 raise ValueError(
-                    f"no file with an extension of {', '.join(sorted(wanted))} in the "
+                    f"no file with an extension of {', '.join(sorted(endings))} in the "
                     f"class folders {', '.join(map(repr, empty))}: without them other "
                     f"classes would have other labels; remove the folders, or pass "
                     f"classes"

@@ -113,11 +113,11 @@ class ObjectDataset(
         _check(prefix)
         # In a thread, because creating a store reads certificates.
         options = hidden(store_options)
-        listed = await in_thread(store_of, store, options)
+        opened = await in_thread(store_of, store, options)
         try:
-            listing = await list_async(listed, prefix, policy_of(requests))
+            listing = await list_async(opened, prefix, policy_of(requests))
         finally:
-            await listed.aclose()
+            await opened.aclose()
         return cls(store, listing, store_options=store_options, requests=requests)
 
     @property

@@ -349,17 +349,17 @@ def _check_function(function: object, *rejected: str) -> None:
 class _StepStream(Stream[Any]):
     """A stream with one more step, whose cursor is a ``step``.
 
-    ``described`` are the step's parameters for ``describe``; ``more`` are those that a
+    ``described`` are the step's parameters for ``describe``; ``extras`` those that a
     state does not depend on, and functions, which are described by their names.
     """
 
     def __init__(
-        self, upstream: Stream[Any], step: type[Step], described: State, **more: Any
+        self, upstream: Stream[Any], step: type[Step], described: State, **extras: Any
     ) -> None:
         super().__init__(upstream)
         self._described = described
         self._step = step
-        self._more = more
+        self._extras = extras
         self.is_endless &= step is not Taken
 
     @property
@@ -368,7 +368,7 @@ class _StepStream(Stream[Any]):
 
     async def open(self, reading: Reading, state: State) -> Cursor:
         upstream = await self.upstream.open(reading, state.get("up", {}))
-        parameters = {**self._described, **self._more}
+        parameters = {**self._described, **self._extras}
         return self._step(upstream, state, reading, **parameters)
 
     def total(self) -> int | None:

@@ -30,8 +30,8 @@ Row = dict[str, Any]
 def _format(module: str, name: str) -> Any:
     why = "Parquet and Arrow files need pyarrow"
     imported("pyarrow", "arrow", why)
-    made = imported(f"aioloader.datasets._arrow.{module}", "arrow", why)
-    return getattr(made, name)
+    implementation = imported(f"aioloader.datasets._arrow.{module}", "arrow", why)
+    return getattr(implementation, name)
 
 
 class ParquetDataset(StoredStream[Row]):

@@ -486,11 +486,11 @@ class _Archive:
         A new key ends the current sample. Names with a known ending take a fast path.
         """
         stem, dot, ending = name.partition(b".")
-        field, known = self._endings.get(ending) if dot else None, None
+        field, key_bytes = self._endings.get(ending) if dot else None, None
         if field is None or stem != self._stem:
             is_plain = field is not None and stem and 0 not in stem
             if is_plain and stem[-1] != _SLASH and stem[0] != _UNDERSCORE:
-                key, known = stem.decode("utf-8", "surrogateescape"), stem
+                key, key_bytes = stem.decode("utf-8", "surrogateescape"), stem
             elif split := split_name(_read_text(name)):
                 key, field = split
                 if dot and b"\0" not in stem and b"/" not in ending:
@@ -503,7 +503,7 @@ class _Archive:
                 self._end_sample()
                 self._key, self._start, self._bytes_left = key, start, self._max_bytes
                 self._fields = {"__key__": key, "__url__": self._url}
-            self._stem = known
+            self._stem = key_bytes
         assert field is not None
         self._bytes_left -= size
         if self._failure is not None:
@@ -522,11 +522,11 @@ class _Archive:
         if key is None:
             return
         self._ready.append(self._failure or fields)
-        known = self._first_fields.get(key)
-        if known is None:
+        first = self._first_fields.get(key)
+        if first is None:
             if len(self._first_fields) < _MAX_KEYS:
                 self._first_fields[key] = frozenset(fields)
-        elif len(known & fields.keys()) == 2:  # __key__ and __url__
+        elif len(first & fields.keys()) == 2:  # __key__ and __url__
             _log_once(_SPLIT_WARNING, self._url, key, f"{self._start:,}")
         self._key = self._failure = None
 

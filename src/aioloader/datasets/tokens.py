@@ -208,8 +208,8 @@ class TokenDataset(Dataset[Any]):
             # Reading past the end of a file that was truncated would kill the process.
             size = mapped.size() if isinstance(mapped, mmap.mmap) else 0
             if size != file.version.size:
-                now = file.version._replace(size=size)
-                raise changed(file.address, file.version, now)
+                current = file.version._replace(size=size)
+                raise changed(file.address, file.version, current)
         length, itemsize = self.length + 1, tokens.itemsize
         for start in starts:
             _prefetch(self._token_bytes, start * itemsize, length * itemsize)
@@ -313,8 +313,8 @@ class TokenDataset(Dataset[Any]):
         return self._tokens
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = {**self.__dict__, "_tokens": None, "_documents": None}
-        return {**kept, "_token_bytes": b"", "_maps": []}
+        state = {**self.__dict__, "_tokens": None, "_documents": None}
+        return {**state, "_token_bytes": b"", "_maps": []}
 
     def __repr__(self) -> str:
         return f"TokenDataset({self._label()!r}, {self.length}, {len(self):,} samples)"
@@ -379,8 +379,8 @@ class _StoredTokens(TokenDataset, HasLifespan):
                 return seen.setdefault(address, portal.call(storage.version, address))
 
             def read(address: str, start: int, stop: int) -> bytes:
-                given = (address, start, stop, seen[address])
-                return portal.call(storage.part, *given)[0]
+                args = (address, start, stop, seen[address])
+                return portal.call(storage.part, *args)[0]
 
             try:
                 return find(address, look=look, read=read)
@@ -392,8 +392,8 @@ class _StoredTokens(TokenDataset, HasLifespan):
         async with self._lock.here():
             if self._documents is not None:
                 return
-            known = ExpectedVersion(index.version)
-            source = self._storage.open(index.address, 0, _INDEX_READ_AHEAD, known)
+            expected = ExpectedVersion(index.version)
+            source = self._storage.open(index.address, 0, _INDEX_READ_AHEAD, expected)
             file = await in_thread(tempfile.TemporaryFile)
             try:
                 while memoryview(piece := await source.read()):
