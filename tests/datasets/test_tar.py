@@ -224,8 +224,8 @@ def test_global_headers_apply_to_all_later_members() -> None:
 def test_unknown_members_and_links_are_passed_over(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Links have no bodies; the first link of a process is logged."""
-    monkeypatch.setattr(archives, "_MENTIONED", [])
+    """Links have no bodies, and the first one of a process is logged."""
+    monkeypatch.setattr(archives, "_LOGGED", [])
     data = header(b"l.jpg", 1000, b"1") + header(b"l.y", 1000, b"2")
     for kind in (b"V", b"D", b"M", b"Z"):
         data += member(b"v.x", b"v" * 700, kind)
@@ -239,8 +239,8 @@ def test_unknown_members_and_links_are_passed_over(
 def test_a_sample_in_two_places_is_logged(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All images, then all labels: each sample lacks a field. Repeated ones do not."""
-    monkeypatch.setattr(archives, "_MENTIONED", [])
+    """All images, then all labels: each sample lacks a field. Equal ones lack none."""
+    monkeypatch.setattr(archives, "_LOGGED", [])
     twice = member(b"a.x", b"1") + member(b"b.x", b"2") + member(b"a.x", b"3")
     assert len(walk(twice + ZEROS)) == 3
     assert not caplog.messages

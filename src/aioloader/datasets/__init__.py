@@ -1,9 +1,9 @@
-"""Where samples come from: files, objects, shards, tables and rows.
+"""Datasets: files, objects, shards, tables and rows.
 
-Map-style datasets (``FileDataset``, ``ObjectDataset``) read one sample by its index, by
+Map-style datasets (``FileDataset``, ``ObjectDataset``) read a sample by its index, with
 ``async def __getitem__``, so that the loader keeps ``concurrency`` reads in flight.
-Streams read shards from the front. A dataset's module is imported when its name is
-first used, and an optional dependency when a dataset that needs it is made or read.
+Streams read shards sequentially. A dataset's module is imported when its name is first
+used, and an optional dependency when a dataset that needs it is created or read.
 """
 
 import importlib
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from aioloader.datasets.tokens import TokenDataset, TokenWriter
     from aioloader.datasets.writers import ParquetWriter, TarWriter, write_parquet
 
-# The names of each module.
+# Public names by module.
 _HOLDERS = {
     "_streams.engine": ("ShardFile",),
     "_stores.sources": ("Requests", "Source"),

@@ -21,23 +21,23 @@ def from_arrow(
 ) -> Stream[dict[str, Any]]:
     """Return a stream of the rows of Arrow data; needs the extra ``arrow``.
 
-    A ``pyarrow.Table`` and a ``pyarrow.dataset.Dataset`` (or Lance's, which is derived
-    from it) are cut into shards. Anything else is read from its beginning by each
-    reader, which keeps every Nth row: Polars frames, DuckDB relations and other objects
-    with ``__arrow_c_stream__``; or a function that returns one or yields record
-    batches, called in every epoch. A state counts rows, so a source must return them in
-    the same order again: a query needs ORDER BY.
+    A ``pyarrow.Table`` or ``pyarrow.dataset.Dataset`` (or Lance's subclass) is split
+    into shards. Other sources are read from the start by each of N readers, which keeps
+    every Nth row: Polars frames, DuckDB relations and other objects with
+    ``__arrow_c_stream__``; or a function, called in every epoch, that returns such an
+    object or yields record batches. A state counts rows, so a source must return them
+    in the same order again: a query needs ORDER BY.
 
-    For Ray Data, pass the list ``dataset.streaming_split(n)``: reader k of n reads the
-    k-th. Its order changes between runs, so a state within an epoch is refused.
+    For Ray Data, pass the list ``dataset.streaming_split(n)``: reader k of n reads
+    split k. The order changes between runs, so a state within an epoch is refused.
 
     Args:
         source: The data.
         columns: Names of the columns to read; default: all.
         filters: The rows to read, as for ``ParquetDataset``; a dataset skips files of
             other partitions, and row groups by their statistics.
-        nulls: Column to the value that replaces NULL.
-        order: As for ``ShardedStream``; for tables and datasets.
+        nulls: Replacements of NULL by column.
+        order: As for ``ShardedStream``; for tables and datasets only.
 
     Raises:
         ImportError: If pyarrow is not installed.
@@ -46,15 +46,15 @@ def from_arrow(
     """
     pa = imported("pyarrow", "arrow", "from_arrow needs pyarrow")
     memory = "aioloader.datasets._arrow.memory"
-    made = imported(memory, "arrow", "from_arrow needs pyarrow")
-    wanted = made.Projection(columns, nulls, None, filters)
+    module = imported(memory, "arrow", "from_arrow needs pyarrow")
+    projection = module.Projection(columns, nulls, None, filters)
     if isinstance(source, pa.RecordBatch):
         source = pa.Table.from_batches([source])
     if isinstance(source, pa.Table):
-        return ShardedStream(made.MemoryFormat(source, wanted), **order)
-    dataset = sys.modules.get("pyarrow.dataset")  # there if the source is one
+        return ShardedStream(module.MemoryFormat(source, projection), **order)
+    dataset = sys.modules.get("pyarrow.dataset")  # imported if `source` is of it
     if dataset is not None and isinstance(source, dataset.Dataset):
-        return ShardedStream(made.FragmentFormat(source, wanted), **order)
+        return ShardedStream(module.FragmentFormat(source, projection), **order)
     name = type(source).__name__
     if order:
         raise TypeError(
@@ -67,7 +67,7 @@ def from_arrow(
             "function that made it"
         )
     splits = source if isinstance(source, (list, tuple)) else [source]
-    if not splits or not all(hasattr(one, "iter_batches") for one in splits):
+    if not splits or not all(hasattr(split, "iter_batches") for split in splits):
         splits = ()
         if not (callable(source) or hasattr(source, "__arrow_c_stream__")):
             raise TypeError(
@@ -75,5 +75,5 @@ def from_arrow(
                 "__arrow_c_stream__ and is not a function that returns such an object"
             )
     stream: Stream[dict[str, Any]]
-    stream = made.ArrowStream(None if splits else source, wanted, splits)
+    stream = module.ArrowStream(None if splits else source, projection, splits)
     return stream

@@ -1,7 +1,7 @@
-"""Samples to values: images, numbers, text and arrays, decoded by extension.
+"""Decode the bytes of samples by extension: images, numbers, text and arrays.
 
-A ``Decoder`` is a plain, picklable function of a sample. It is CPU work: a step of a
-stream or a dataset runs it in threads, a loader's ``transform`` in its workers.
+A ``Decoder`` is a plain, picklable function of a sample. It runs on the CPU: the
+``decode`` of a stream or dataset in threads, a loader's ``transform`` in its workers.
 """
 
 import difflib
@@ -26,7 +26,7 @@ FOLDER_EXTENSIONS = frozenset({
 })  # fmt: skip
 EXTENSIONS = FOLDER_EXTENSIONS | {"gif", "jfif", "jpe", "pbm", "pnm"}
 _JPEGS = frozenset({"jfif", "jpe", "jpeg", "jpg"})
-# Word: the type, whether its values are floats from 0 to 1, and the colors.
+# Image formats by name: type, whether values are floats from 0 to 1, and colors.
 SPECS = {
     f"{kind}{colors}{bits}": (kind, not bits, colors.upper())
     for kind, depths in (("", ("", "8")), ("pil", ("",)), ("torch", ("", "8")))
@@ -35,13 +35,13 @@ SPECS = {
 } | {"pil": ("pil", True, "RGB"), "torch": ("torch", True, "RGB")}
 _JPEG, _PNG = b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n"
 # Offset of the bit depth in a PNG.
-_PNG_DEPTH = 24
+_PNG_DEPTH_AT = 24
 ByExtension: TypeAlias = Mapping[str, "str | Callable[[bytes], Any]"]
 DecoderSpec: TypeAlias = str | ByExtension | Callable[[str, bytes], Any]
 
 
 class Picture:
-    """Decodes images to the format of one word of ``SPECS``."""
+    """Decodes images to one of the formats in ``SPECS``."""
 
     def __init__(self, spec: str) -> None:
         self.spec = spec
@@ -49,7 +49,7 @@ class Picture:
         pillow()
 
     def __call__(self, data: bytes) -> Any:
-        """Return an image, an array ``(H, W[, C])`` or a tensor ``(C, H, W)``."""
+        """Return a Pillow image, an array ``(H, W[, C])`` or a tensor ``(C, H, W)``."""
         if self._kind == "torch" and self._mode == "RGB" and _is_plain(data):
             reader = _torchvision()
             if reader is not None:
@@ -79,7 +79,7 @@ class Picture:
 
 
 def pillow() -> Any:
-    """Return Pillow's Image module, or raise an error that says how to install it."""
+    """Import Pillow's Image module; the error says how to install it."""
     return imported("PIL.Image", "pictures", "decoding images needs Pillow")
 
 
@@ -94,9 +94,9 @@ def _torchvision() -> types.ModuleType | None:
 
 
 def _is_plain(data: bytes) -> bool:
-    """Return whether torchvision decodes ``data`` like Pillow: 8 bits per value."""
+    """Return whether torchvision decodes an image like Pillow: 8 bits per value."""
     if data.startswith(_PNG):
-        return data[_PNG_DEPTH : _PNG_DEPTH + 1] == b"\x08"
+        return data[_PNG_DEPTH_AT : _PNG_DEPTH_AT + 1] == b"\x08"
     return data.startswith(_JPEG)
 
 
@@ -129,10 +129,9 @@ def is_buffer(value: Any) -> bool:
 
 
 def encode(value: Any, extension: str) -> bytes:
-    """Return ``value`` as the bytes of a member; bytes and text are kept as they are.
+    """Encode a value by extension; bytes and text stay as they are.
 
-    JPEGs have quality 95. Raises a TypeError or a ValueError if the extension cannot
-    hold its type or its value.
+    Raises a TypeError or ValueError if the extension does not suit the value.
     """
     if isinstance(value, str):
         return value.encode()
@@ -162,11 +161,7 @@ def encode(value: Any, extension: str) -> bytes:
 
 
 def _image_of(value: Any) -> Any:
-    """Return an image as one of Pillow's.
-
-    It is one, an array ``(H, W[, C])`` or a tensor ``(C, H, W)``, of uint8 or of floats
-    from 0 to 1.
-    """
+    """Convert an array ``(H, W[, C])`` or a tensor ``(C, H, W)`` to a Pillow image."""
     if isinstance(value, torch.Tensor):
         value = value.detach().cpu().numpy()
         value = value.transpose(1, 2, 0) if value.ndim == 3 else value
@@ -193,11 +188,11 @@ def _image_of(value: Any) -> Any:
 class Decoder:
     """Decodes samples by the extensions of their members, like WebDataset.
 
-    A sample is a dict of bytes by extension, as from ``TarDataset``: names that start
-    with ``__``, and values that are not bytes, are left as they are. Or it is the bytes
-    of an image, alone or first in a tuple with its label. ``txt``, ``cls``, ``id``,
-    ``json``, ``npy``, ``npz``, ``pth`` and their synonyms are always decoded; bytes
-    without a decoder stay bytes, pickles too, because they run code.
+    A sample is a dict of bytes by extension, as from ``TarDataset``: values of names
+    that start with ``__``, and values that are not bytes, are not changed. Or it is the
+    bytes of an image, or a tuple that starts with them. ``txt``, ``cls``, ``id``,
+    ``json``, ``npy``, ``npz``, ``pth`` and their synonyms are always decoded. Bytes
+    without a decoder stay bytes; so do pickles, because they run code.
 
     Args:
         specs: In any order:
@@ -207,15 +202,15 @@ class Decoder:
               tensors ``(C, H, W)`` of float32 from 0 to 1; ``"rgb"`` (``"l"``,
               ``"rgba"``): arrays ``(H, W, C)``, for ``"l"`` ``(H, W)``, of float32 from
               0 to 1. With the suffix 8 (``"torchrgb8"``, ``"rgb8"``): uint8;
-            - a dict: for each extension a function of bytes, or one of these words; it
-              takes precedence, and the longest match wins (``"mask.png"`` before
+            - a dict from extensions to functions of bytes, or to these words; it takes
+              precedence, and the longest extension wins (``"mask.png"`` over
               ``"png"``);
-            - a function of ``".extension"`` and bytes, tried next; it returns None for
-              extensions it does not decode, like WebDataset's handlers.
+            - a function of ``".extension"`` and bytes, tried next; like WebDataset's
+              handlers, it returns None for extensions that it does not decode.
 
     Raises:
         ValueError: If a word is unknown.
-        ImportError: If images are to be decoded, and Pillow is not installed.
+        ImportError: If images need Pillow, and it is not installed.
 
     Example:
         >>> Decoder({"bin": len})({"__key__": "a", "cls": b"7", "bin": b"123"})
@@ -236,8 +231,8 @@ class Decoder:
                 raise ValueError(f"images have one format, got {self.specs}")
             self._picture = _picture(spec)
         elif isinstance(spec, Mapping):
-            for name, one in spec.items():
-                function = _picture(one) if isinstance(one, str) else one
+            for name, value in spec.items():
+                function = _picture(value) if isinstance(value, str) else value
                 self._named.setdefault(name.lower().lstrip("."), function)
         elif callable(spec):
             self._functions.append(spec)
@@ -252,18 +247,19 @@ class Decoder:
 
         Raises:
             DecodeError: If bytes do not match their extension. Errors of the user's
-                functions pass through, with a note that names the sample.
-            TypeError: If ``sample`` is not of a form that has bytes.
+                functions are raised unchanged, with a note that names the sample.
+            TypeError: If ``sample`` has another form, or is an image, and ``specs``
+                have no type for images.
         """
         if isinstance(sample, Mapping):
-            where = str(sample.get("__key__", "")), str(sample.get("__url__", ""))
+            source = str(sample.get("__key__", "")), str(sample.get("__url__", ""))
             return {
-                name: self.decode(value, name, *where)
+                name: self.decode(value, name, *source)
                 if is_buffer(value) and name[:2] != "__"
                 else value
                 for name, value in sample.items()
             }
-        data, *others = sample if isinstance(sample, tuple) and sample else [sample]
+        data, *rest = sample if isinstance(sample, tuple) and sample else [sample]
         if not is_buffer(data):
             raise TypeError(
                 f"a Decoder takes dicts of bytes by extension, the bytes of an image, "
@@ -276,16 +272,16 @@ class Decoder:
                 f"have names, with the dataset's `decode`"
             )
         picture = self.decode(data, "")
-        return (picture, *others) if isinstance(sample, tuple) else picture
+        return (picture, *rest) if isinstance(sample, tuple) else picture
 
     def decode(self, data: Any, extension: str, key: str = "", url: str = "") -> Any:
         """Return the decoded bytes of one member.
 
         Args:
             data: The bytes.
-            extension: Such as ``"jpg"`` or ``"mask.png"``; empty: an image.
+            extension: Such as ``"jpg"`` or ``"mask.png"``; empty for an image.
             key: Name of the sample, for errors.
-            url: Address it was read from, for errors.
+            url: Address of the sample's shard, for errors.
         """
         data, extension = bytes(data), extension.lower()
         function = self._named_for(extension)
@@ -301,10 +297,10 @@ class Decoder:
                     function = self._picture
             return data if function is None else function(data)
         except Exception as error:
-            what = f"{extension!r}" if extension else "an image"
+            member = f"{extension!r}" if extension else "an image"
             owner = f" of sample {key!r}" if key else ""
             where = f" in {url!r}" if url else ""
-            place = f"{what}{owner}{where} ({len(data):,} bytes)"
+            place = f"{member}{owner}{where} ({len(data):,} bytes)"
             if is_own:
                 text = f"cannot decode {place}: {type(error).__name__}: {error}"
                 text += "; write it again, or skip it (on_error='skip')"
@@ -313,7 +309,7 @@ class Decoder:
             raise
 
     def _named_for(self, extension: str) -> Callable[[bytes], Any] | None:
-        """Return the user's function for an extension, or its longest ending."""
+        """Return the user's function for the longest known ending of an extension."""
         while extension and self._named:
             if (function := self._named.get(extension)) is not None:
                 return function
@@ -321,15 +317,15 @@ class Decoder:
         return None
 
     def describe(self) -> dict[str, Any]:
-        """Return the decoders, and the names of the user's functions."""
+        """Return the formats by extension, and the names of the user's functions."""
         words = {
-            ext: one.spec if isinstance(one, Picture) else "function"
-            for ext, one in sorted(self._named.items(), key=lambda item: item[0])
+            ext: function.spec if isinstance(function, Picture) else "function"
+            for ext, function in sorted(self._named.items(), key=lambda item: item[0])
         }
         functions = {
-            ext: qualname(one)
-            for ext, one in self._named.items()
-            if not isinstance(one, Picture)
+            ext: qualname(function)
+            for ext, function in self._named.items()
+            if not isinstance(function, Picture)
         }
         return {
             "pictures": None if self._picture is None else self._picture.spec,

@@ -1,9 +1,9 @@
 """Files on disk, one sample each, as bytes.
 
-Order is the order of the given paths, or sorted for a pattern. Memory holds the names
-(two buffers) and the reads in flight, no contents. Reads awaited together go to threads
-in chunks: a cached file of 100 KB, 64 in flight, takes 11 us of the event loop, against
-24 with a thread per file and 44 with aiofiles (4 KB: 5, 19, 44); wall 57, 84, 125 us.
+Files are in the order of the given paths, or sorted for a pattern. Memory holds the
+names (two buffers) and the reads in flight. Concurrent reads go to threads in chunks: a
+cached file of 100 KB, with 64 in flight, takes 11 us of the event loop, compared with
+24 for a thread per file and 44 for aiofiles (4 KB: 5, 19, 44); wall 57, 84, 125 us.
 """
 
 import asyncio
@@ -36,9 +36,8 @@ Outcome: TypeAlias = bytes | Exception
 PendingRead: TypeAlias = tuple[str, "asyncio.Future[Outcome]"]
 
 MAX_CHUNK = 64
-# Two milliseconds of reading outweigh a thread switch of 50 to 150 us. Then 20 to 64
-# small cached files share one chunk, and files on slow storage go one by one to
-# threads.
+# Reading for 2 ms outweighs a thread switch of 50 to 150 us. A chunk then has 20 to 64
+# small cached files, or a single file on slow storage.
 _CHUNK_SECONDS = 0.002
 StrPath: TypeAlias = str | os.PathLike[str]
 
@@ -46,14 +45,14 @@ StrPath: TypeAlias = str | os.PathLike[str]
 class ReadBatcher:
     """Combines the reads of one event loop into chunks for threads.
 
-    While it has users, chunks run in a separate thread pool, else in the loop's default
-    executor. All methods belong to the loop's thread.
+    While the dataset is entered on the loop, chunks run in a separate thread pool, and
+    otherwise in the loop's default executor. Call all methods in the loop's thread.
 
     Args:
-        num_threads: Most chunks in threads at once; at least 1.
+        num_threads: Maximum number of concurrent chunks; at least 1.
 
     Attributes:
-        users: How many have entered the dataset on this loop.
+        users: How often the dataset is entered on this loop.
     """
 
     def __init__(self, num_threads: int) -> None:
@@ -68,8 +67,8 @@ class ReadBatcher:
     def read(self, path: str) -> "asyncio.Future[Outcome]":
         """Request the contents of one file.
 
-        The result is the bytes or the exception raised; a value either way, so that an
-        abandoned read logs nothing.
+        The future's result is the bytes or an exception. It is never the future's
+        exception, which asyncio would log if the read is abandoned.
         """
         future: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         self._waiting.append((path, future))
@@ -119,7 +118,7 @@ class ReadBatcher:
         for (_, future), outcome in zip(chunk, outcomes, strict=True):
             if not future.done():
                 future.set_result(outcome)
-        # The woken readers now request more: wait for them, then flush once.
+        # Flush after the woken readers have requested more files.
         self._flush_soon()
 
 
@@ -127,7 +126,7 @@ class ReadBatcher:
 
 
 def _read_all(paths: list[str]) -> tuple[list[Outcome], float]:
-    """Read every file of a chunk; return how many seconds that took, too."""
+    """Read the files of a chunk; return the outcomes and the seconds it took."""
     began = time.perf_counter()
     outcomes: list[Outcome] = []
     for path in paths:
@@ -139,9 +138,9 @@ def _read_all(paths: list[str]) -> tuple[list[Outcome], float]:
 
 
 def _read(path: str) -> bytes:
-    """Return the contents of a file; raise an error if it ended before its size."""
-    # Four calls: `open().read()` makes twice as many, and each releases the GIL and has
-    # to acquire it again (14 % more CPU for 100 KB, 60 % for 4 KB).
+    """Return the contents of a file; raise an error if it shrinks meanwhile."""
+    # Four system calls, each of which releases the GIL; `open().read()` makes twice as
+    # many (14 % more CPU for 100 KB, 60 % for 4 KB).
     fd = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0) | NO_WAIT)
     try:
         facts = os.fstat(fd)
@@ -161,19 +160,18 @@ def _read(path: str) -> bytes:
 class FileDataset(Dataset[Coroutine[Any, Any, bytes]], LoopDataset, Named):
     """Reads whole files, many at a time, by ``async def __getitem__``.
 
-    Several event loops may read one dataset at once; it may be pickled. As an async
-    context manager it owns ``num_threads`` threads for the loop that entered, and joins
-    them at the last exit; a loader does this. Outside the context, reads use the loop's
-    default executor.
+    Several event loops can read one dataset at once, and it can be pickled. As an async
+    context manager it has ``num_threads`` threads for the loop that entered it, and
+    joins them at the last exit; a loader does this. Outside of the context, reads use
+    the loop's default executor.
 
     Args:
-        paths: A pattern (``"train/**/*.png"``; sorted, without directories), expanded
-            at once, which blocks: on an event loop use ``await
-            FileDataset.discover(...)``. Or an iterable of paths, kept as they are and
-            in their order.
-        root: Directory that relative paths and patterns start from; ``paths`` stay
-            relative to it. Default: the working directory at each read.
-        num_threads: Threads that read at once; more help slow or remote disks.
+        paths: A pattern, such as ``"train/**/*.png"``; the files are sorted, without
+            directories. It is expanded now, which blocks: on an event loop use ``await
+            FileDataset.discover(...)``. Or an iterable of paths, in the order to keep.
+        root: Directory of relative paths and patterns; ``paths`` stay relative to it.
+            Default: the working directory at each read.
+        num_threads: Number of reading threads; more help with slow or remote disks.
 
     Raises:
         ValueError: If nothing matches the pattern, or ``num_threads`` is below 1.
@@ -210,10 +208,7 @@ class FileDataset(Dataset[Coroutine[Any, Any, bytes]], LoopDataset, Named):
     async def discover(
         cls, pattern: StrPath, *, root: StrPath | None = None, num_threads: int = 4
     ) -> Self:
-        """Look up a pattern without blocking the event loop, and return its dataset.
-
-        Arguments and errors are those of the class.
-        """
+        """Construct without blocking the event loop; arguments as for the class."""
         make = partial(cls, pattern, root=root, num_threads=num_threads)
         return await in_thread(make, abandon_on_cancel=True)
 
@@ -223,10 +218,7 @@ class FileDataset(Dataset[Coroutine[Any, Any, bytes]], LoopDataset, Named):
         return self._names
 
     def folders(self, root: str) -> list[str]:
-        """Return the folders in ``root`` that the pattern goes through. Blocks.
-
-        A list of paths has none.
-        """
+        """Return the folders in ``root`` that the pattern matches, if any; blocks."""
         start = f"{root.rstrip('/')}/" if root else ""
         below = self._pattern.removeprefix(start).partition("/")[0]
         if not self._pattern.startswith(start) or below not in {"*", "**"}:
@@ -246,8 +238,8 @@ class FileDataset(Dataset[Coroutine[Any, Any, bytes]], LoopDataset, Named):
         Raises:
             IndexError: If ``index`` is out of range.
             ObjectNotFoundError: If the file does not exist.
-            ObjectPermissionError: If it may not be read.
-            TruncatedReadError: If it shrank during the read.
+            ObjectPermissionError: If permission is denied.
+            TruncatedReadError: If the file shrank during the read.
             DatasetError: If reading failed otherwise, for example on a directory.
         """
         path = self._locate(self._names[index])
@@ -259,7 +251,7 @@ class FileDataset(Dataset[Coroutine[Any, Any, bytes]], LoopDataset, Named):
         return outcome
 
     def _locate(self, path: str) -> str:
-        # A million `Path` objects would cost more than the reads.
+        # A `Path` per file would cost more than the reads.
         return path if self.root is None else os.path.join(self.root, path)  # noqa: PTH118
 
     def __repr__(self) -> str:

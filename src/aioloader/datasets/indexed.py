@@ -1,10 +1,9 @@
 """Random access to the samples of shards, so that they can be shuffled exactly.
 
-A shard's own format makes each sample, of exactly its bytes, as a stream does. Where
-samples are is known from an index: ``.idx`` files, the heads of MDS shards, a pack, or
-a scan. Remote samples come by ranged requests, many in flight and neighbours merged;
-local shards are mapped. Memory: 4 bytes per sample (8 if a shard has 4 GiB), and what
-is in flight.
+The offsets of samples come from an index: ``.idx`` files, the heads of MDS shards, a
+pack, or a scan. Remote samples are read by concurrent ranged requests, neighbours
+together; local shards are memory mapped. Memory holds 4 bytes per sample (8 if a shard
+has 4 GiB), and the reads in flight.
 """
 
 import asyncio
@@ -58,49 +57,46 @@ from aioloader.datasets.tables import ArrowDataset
 from aioloader.errors import DatasetError, ObjectNotFoundError
 
 _SCAN_BYTES = 4 << 20
-# Larger samples are made in a thread.
-_LARGE = 1 << 20
-# Called with the number of shards that are indexed, and of all.
+# Larger samples are decoded in a thread.
+_MAX_INLINE_BYTES = 1 << 20
+# Called with the number of indexed shards, and of all shards.
 OnProgress: TypeAlias = Callable[[int, int], object]
-
-
-# The addresses of shards, where their samples are, how those are made, and what makes
-# them if all are local.
+# The shards' addresses, sample offsets and formats, and a reader if all are local.
 FoundShards: TypeAlias = tuple[list[Address], Edges, list[ByteFormatSpec], Any]
 
 
 class IndexedDataset(Dataset[Coroutine[Any, Any, Any]], LoopDataset):
     r"""Reads single samples of shards, many at a time, by ``async def __getitem__``.
 
-    A map-style dataset of what a stream would deliver, to the byte: any sampler,
-    ``Subset`` and ``random_split`` work over it. Where samples are is known from
+    A map-style dataset with the same samples as a stream. Any sampler, ``Subset`` and
+    ``random_split`` can use it. The offsets of the samples come from
 
     - the ``pack`` that ``save`` or ``aioloader index --pack`` wrote: one file for all
       shards, with their versions;
-    - or else ``X.tar.idx`` next to each shard, as ``aioloader index``, Megatron-Energon
-      and NeMo write it, or the head of each MDS shard;
+    - or else ``X.tar.idx`` next to each shard, as written by ``aioloader index``,
+      Megatron-Energon and NeMo, or the head of each MDS shard;
     - or else a scan of all bytes, if ``scan`` is set.
 
-    A shard that has changed since is an error at its next read. Several event loops may
-    read one dataset at once. As an async context manager it ends with ``aclose``; a
-    loader does this. Reads of samples of one shard that are asked for at once are
-    merged, where they are near.
+    If a shard has changed since it was indexed, its next read fails. Concurrent reads
+    of nearby samples of a shard are merged. Several event loops can read one dataset at
+    once. Leaving it as an async context manager calls ``aclose``; a loader does this.
 
     Args:
         stream: ``TarDataset``, ``MDSDataset``, ``JSONLinesDataset``, ``TextDataset`` or
-            a ``ByteStream``, without steps and order: compressed shards, and those on
-            servers without ranges, cannot be read so. Or a local ``ArrowDataset``,
+            a ``ByteStream``, without steps and shuffling. Its shards must be
+            uncompressed, on a server that supports ranges. Or a local ``ArrowDataset``,
             whose rows need no index.
-        pack: Path or URL of a pack; options of a store are those of ``stream``.
-        scan: Whether shards without an index are read once, now. A function is called
-            with the number of those that are indexed, and of all, after each.
+        pack: Path or URL of a pack; store options are those of ``stream``.
+        scan: Whether to read all shards without an index, now. A function is called
+            after each shard with the numbers of indexed shards and of all shards.
 
     Raises:
         TypeError: If ``stream`` is of another kind.
-        ValueError: If it is shuffled, interleaved, shared among ranks or filtered, or
-            its shards are compressed; or if ``pack`` and ``scan`` are both given.
+        ValueError: If ``stream`` is shuffled, interleaved, shared among ranks or
+            filtered, or its shards are compressed; or if ``pack`` and ``scan`` are both
+            given.
         ObjectNotFoundError: If there is no index, and ``scan`` is not set.
-        DatasetError: If an index cannot be read, or is of other shards.
+        DatasetError: If an index cannot be read, or belongs to other shards.
 
     Example:
         >>> import asyncio, tempfile
@@ -121,8 +117,8 @@ class IndexedDataset(Dataset[Coroutine[Any, Any, Any]], LoopDataset):
         scan: bool | OnProgress = False,
     ) -> None:
         with start_blocking_portal() as portal:
-            found = portal.call(_find, stream, pack, scan)
-        self._set(stream, found)
+            shards = portal.call(_find, stream, pack, scan)
+        self._set_shards(stream, shards)
 
     @classmethod
     @names_options
@@ -133,18 +129,15 @@ class IndexedDataset(Dataset[Coroutine[Any, Any, Any]], LoopDataset):
         pack: "str | os.PathLike[str] | None" = None,
         scan: bool | OnProgress = False,
     ) -> Self:
-        """Find the samples without blocking the event loop, and return their dataset.
-
-        Arguments and errors are those of the class.
-        """
-        found = await _find(stream, pack, scan)
+        """Construct without blocking the event loop; arguments as for the class."""
+        shards = await _find(stream, pack, scan)
         self = cls.__new__(cls)
-        self._set(stream, found)
+        self._set_shards(stream, shards)
         return self
 
-    def _set(self, stream: StoredStream[Any], found: FoundShards) -> None:
+    def _set_shards(self, stream: StoredStream[Any], shards: FoundShards) -> None:
         self._stream, storage = stream, stream.made_by.storage
-        self._addresses, self._edges, self._kinds, self._local = found
+        self._addresses, self._edges, self._kinds, self._local = shards
         self._known: dict[str, Any] = {}
         self._labels = [*map(storage.label, self._addresses)]
         make: Any = partial(RemoteReads, storage, self._addresses, self._edges)
@@ -159,28 +152,28 @@ class IndexedDataset(Dataset[Coroutine[Any, Any, Any]], LoopDataset):
         """Read one sample.
 
         Args:
-            index: Its number, in the order of shards; negative ones count from the end.
+            index: Number of the sample; negative ones count from the end.
 
         Raises:
             IndexError: If ``index`` is out of range.
-            ShardChangedError: If its shard is not the one that was indexed.
+            ShardChangedError: If the shard has changed since it was indexed.
             DatasetError: If reading failed, after all retries, or the sample is
                 damaged.
         """
         if not (isinstance(index, int) and 0 <= index < len(self)):
-            index = position_of(index, len(self))  # of a block's: a plain integer
+            index = position_of(index, len(self))  # a plain integer, without its block
         if self._local is not None:
             (sample,) = await self._readers.here().read([index])
             return sample
         (shard, start, _), data = await self._readers.here().read(index)
         kind, label = self._kinds[shard], self._labels[shard]
-        if kind.waits or len(data) > _LARGE:
+        if kind.waits or len(data) > _MAX_INLINE_BYTES:
             return await in_thread(sample_of, kind, label, start, data)
         return sample_of(kind, label, start, data)
 
     @property
     def __getitems__(self) -> "Callable[[Sequence[SupportsIndex]], Any] | None":
-        """What reads a batch of local samples at once; None if some are remote."""
+        """Function that reads a batch of local samples; None if a shard is remote."""
         return None if self._local is None else self._read_local
 
     async def _read_local(self, indices: Sequence[SupportsIndex]) -> list[Any]:
@@ -194,20 +187,20 @@ class IndexedDataset(Dataset[Coroutine[Any, Any, Any]], LoopDataset):
     ) -> ShuffledBlocks:
         """Return a sampler that reads ``block`` neighbours by one request.
 
-        It is exact: each sample once per epoch. A block's samples are spread over a
-        window, and held until they are asked for: about ``window`` samples on all ranks
-        together, at most twice as many on one. Each event loop holds its own, so with
-        worker processes use ``fetch="loader"``. A ``Subset`` reads no blocks.
+        Each sample comes once per epoch. A block's samples are spread over a window,
+        and buffered until they are used: about ``window`` samples on all ranks
+        together, at most twice as many on one. Each event loop has its own buffer, so
+        with worker processes use ``fetch="loader"``. A ``Subset`` reads no blocks.
 
         Args:
-            block: Samples that are read together; with 1 each has its own request.
-            window: Samples permuted at a time, of all ranks; 0: none. Successive
-                batches are alike unless it is a multiple, such as 64 times, of the
-                batch of all ranks.
+            block: Samples per request.
+            window: Samples to permute at a time, of all ranks; 0: none. Successive
+                batches are similar unless it is many times (say, 64 times) the batch of
+                all ranks.
             seed: Seed of the order.
-            lanes: Parts of the order that take turns, best as many as the batch of all
-                ranks has samples. If the number of ranks divides it, each block is
-                read by one rank, except blocks in which a part begins.
+            lanes: Parts of the order to interleave; best is the batch size of all ranks
+                together. If the number of ranks divides it, each block is read by one
+                rank, except blocks in which a part begins.
 
         Raises:
             ValueError: If a number is below 1, or ``window`` is below 0.
@@ -217,13 +210,13 @@ class IndexedDataset(Dataset[Coroutine[Any, Any, Any]], LoopDataset):
     async def save(self, pack: "str | os.PathLike[str]") -> None:
         """Write the index of all shards to one file, completely or not at all.
 
-        Its shards are asked for their versions, which are compared at each read.
+        The file includes the shards' current versions, which are checked at each read.
 
         Args:
             pack: Path or URL of the file.
 
         Raises:
-            ValueError: If these are rows of Arrow files.
+            ValueError: If the samples are rows of Arrow files.
             DatasetError: If a shard has changed since it was indexed, or the file
                 cannot be written.
         """
@@ -239,7 +232,7 @@ class IndexedDataset(Dataset[Coroutine[Any, Any, Any]], LoopDataset):
         await write(self._stream, pack, await in_thread(packed.contents))
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return what a state must agree with: names, counts and versions of shards."""
+        """Return what a state depends on: the shards' names, counts and versions."""
         edges = self._edges
         if not self._known:
             ends = [edges.end(shard) for shard in range(len(edges.counts))]
@@ -250,10 +243,7 @@ class IndexedDataset(Dataset[Coroutine[Any, Any, Any]], LoopDataset):
         return self._known
 
     async def aclose(self) -> None:
-        """Cancel this loop's requests, and drop what was read ahead.
-
-        The dataset stays usable.
-        """
+        """Cancel this loop's requests, clear its buffer; the dataset stays usable."""
         await self._readers.here().aclose()
 
     def __repr__(self) -> str:
@@ -281,9 +271,9 @@ async def _find(stream: Any, pack: Any, scan: bool | OnProgress) -> FoundShards:
             return addresses, edges, [], SingleRows(made_by.storage, files, edges)
         addresses = [*map(made_by.address, shards)]
         if pack is not None:
-            edges = await _of_pack(stream, pack, names_of(addresses))
+            edges = await _pack_edges(stream, pack, names_of(addresses))
         else:
-            edges = await _of_each(made_by, shards, scan)
+            edges = await _shard_edges(made_by, shards, scan)
     kinds = [*map(made_by.spec, shards)]
     paths = [*map(made_by.storage.path, addresses)]
     if None in paths:
@@ -292,23 +282,23 @@ async def _find(stream: Any, pack: Any, scan: bool | OnProgress) -> FoundShards:
     return addresses, edges, kinds, MappedShards(shards, edges)
 
 
-async def _of_each(
+async def _shard_edges(
     made_by: ByteFormat,
     shards: Sequence[Any],
     scan: bool | OnProgress,  # noqa: FBT001
 ) -> Edges:
-    """Return where samples are by the index of each shard, or by a scan."""
-    growing, find = EdgesBuilder(), partial(numbers_of, made_by, may_scan=bool(scan))
-    async with aclosing(in_order(find, shards)) as found:
-        async for numbers, version in found:
-            growing.add(numbers, version)
+    """Return the offsets of samples from the index of each shard, or from a scan."""
+    builder, find = EdgesBuilder(), partial(numbers_of, made_by, may_scan=bool(scan))
+    async with aclosing(in_order(find, shards)) as results:
+        async for numbers, version in results:
+            builder.add(numbers, version)
             if callable(scan):
-                scan(len(growing), len(shards))
-    return growing.done()
+                scan(len(builder), len(shards))
+    return builder.done()
 
 
 async def listed(made_by: Any, stack: AsyncExitStack) -> list[Any]:
-    """Return the shards of a format, none of which is compressed."""
+    """Return the shards of a format; raise a ValueError if one is compressed."""
     shards = [*await made_by.shards(stack)]
     if not isinstance(made_by, ByteFormat):
         return shards
@@ -322,9 +312,9 @@ async def listed(made_by: Any, stack: AsyncExitStack) -> list[Any]:
 
 
 def checked(stream: Any) -> Any:
-    """Return the format of a stream, if its samples can be read one by one."""
-    words = "a stream of shards, such as TarDataset, whose steps go to transform="
-    check_is(stream, StoredStream, "stream", words)
+    """Return the format of a stream, or raise an error if it has no random access."""
+    expected = "a stream of shards, such as TarDataset, whose steps go to transform="
+    check_is(stream, StoredStream, "stream", expected)
     if not (isinstance(stream, ArrowDataset) or isinstance(stream.made_by, ByteFormat)):
         raise TypeError(
             f"{stream!r} has rows in columns, and a row costs all of its row group, or "
@@ -342,16 +332,16 @@ def checked(stream: Any) -> Any:
 
 
 def kind_of(stream: StoredStream[Any]) -> dict[str, Any]:
-    """Return what tells its samples from others of the same bytes."""
-    left = {"shuffle", "seed", "interleave", "deterministic"}
+    """Return the settings that determine the samples of given bytes."""
+    ignored = {"shuffle", "seed", "interleave", "deterministic"}
     described = stream.describe()
-    return {name: described[name] for name in described.keys() - left}
+    return {name: described[name] for name in described.keys() - ignored}
 
 
 async def numbers_of(
     made_by: ByteFormat, shard: Any, *, may_scan: bool
 ) -> tuple[Offsets, Version | None]:
-    """Return where the samples of a shard are, and its version if it was scanned."""
+    """Return the offsets of a shard's samples, and its version if it was scanned."""
     numbers = await made_by.offsets(shard)
     if numbers is not None:
         return numbers, None
@@ -369,7 +359,7 @@ async def numbers_of(
 async def scan_of(
     storage: Storage, address: Address, kind: ByteFormatSpec
 ) -> tuple[Offsets, Version | None]:
-    """Read a whole shard; in a thread, because a user's format may wait."""
+    """Scan a shard for sample offsets, in a thread: a user's format may block."""
     source, loop = storage.open(address, 0, _SCAN_BYTES), asyncio.get_running_loop()
     thread, is_over = ThreadPoolExecutor(1, "aioloader-scan"), threading.Event()
     reading: list[asyncio.Future[Buffer]] = []
@@ -394,7 +384,7 @@ async def scan_of(
 
 
 async def pack_at(stream: StoredStream[Any], pack: Any) -> IndexPack:
-    """Open a pack, with the options of a stream's store."""
+    """Read a pack, with the store options of ``stream``."""
     check_is(pack, str | os.PathLike, "pack", "a path or URL")
     (address,) = sealed(pack)
     storage = stream.made_by.storage.elsewhere(address)
@@ -404,26 +394,26 @@ async def pack_at(stream: StoredStream[Any], pack: Any) -> IndexPack:
         await storage.aclose()
 
 
-async def _of_pack(stream: StoredStream[Any], pack: Any, wanted: list[str]) -> Edges:
-    """Return where the samples of the ``wanted`` shards are, as a pack says."""
+async def _pack_edges(stream: StoredStream[Any], pack: Any, shards: list[str]) -> Edges:
+    """Return the offsets of the samples of shards, from a pack."""
     (names, edges, of), shown = await pack_at(stream, pack), shown_address(str(pack))
-    if of != (found := kind_of(stream)):
+    if of != (kind := kind_of(stream)):
         raise DatasetError(
-            f"{shown} is the index of samples as {of}, and they are read as {found}; "
+            f"{shown} is the index of samples as {of}, and they are read as {kind}; "
             "write the index again by `aioloader index --pack`"
         )
-    known = {name: number for number, name in enumerate(names)}
-    if missing := [name for name in wanted if name not in known]:
+    numbers = {name: number for number, name in enumerate(names)}
+    if missing := [name for name in shards if name not in numbers]:
         raise DatasetError(
             f"{shown} is the index of {len(names):,} shards, and {len(missing):,} of "
-            f"{len(wanted):,} are not among them, such as {missing[0]!r}; write the "
+            f"{len(shards):,} are not among them, such as {missing[0]!r}; write the "
             "index again by `aioloader index --pack`"
         )
-    return edges.of_shards([known[name] for name in wanted])
+    return edges.of_shards([numbers[name] for name in shards])
 
 
 async def write(stream: StoredStream[Any], address: Any, data: bytes) -> None:
-    """Write a file completely or not at all, with the options of a stream's store."""
+    """Write a file, completely or not at all, with the store options of ``stream``."""
     (address,) = sealed(address)
     folder, slash, name = address.rpartition("/")
     options = stream.made_by.storage.options_of(address)

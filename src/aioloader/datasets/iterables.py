@@ -1,8 +1,8 @@
 """Any iterable as a stream: generators, custom file formats, other libraries' readers.
 
-Each of N readers reads the iterable from its beginning and keeps every Nth sample. The
-saved position is a count: earlier samples are read again and dropped. A sample that
-fails without ending the iterable counts as a sample.
+Each of N readers reads the iterable from its start and keeps every Nth sample. The
+saved position is a count: a resume reads earlier samples again and drops them. A sample
+that fails without ending the iterable counts.
 """
 
 import inspect
@@ -40,22 +40,22 @@ from aioloader.protocols import OwnStream, generator_of, is_async_function
 
 IterableSource: TypeAlias = Iterable[Any] | Callable[[], Iterable[Any]]
 AsyncSource: TypeAlias = AsyncIterable[Any] | Callable[[], AsyncIterable[Any]]
-# Most samples read at once for a reader that leaves most of them out.
-_MOST = 1 << 12
+# Maximum block of samples, if a reader drops most of them.
+_MAX_BLOCK = 1 << 12
 
 
 def from_iterable(source: IterableSource) -> Stream[Any]:
     """Return a stream of the samples of ``source``, read in a separate thread.
 
     Args:
-        source: An iterable that can be iterated again in every epoch, or a function
-            that returns one, such as a generator function. Each reader iterates it.
-            Its ``set_epoch``, if it has one, is called with the number of each epoch;
-            for later passes of ``repeat``, with a number below 2**31 for each of them.
-            A loader of aioloader that it iterates takes that number, too.
+        source: An iterable that can be iterated in every epoch, or a function that
+            returns an iterable, such as a generator function. Each reader iterates it.
+            If it has ``set_epoch``, that is called with the number of each epoch; for
+            later passes of ``repeat``, with a distinct number below 2**31. Loaders of
+            aioloader that it iterates use the same number.
 
     Raises:
-        TypeError: If it is neither, or an iterator, which can be read only once.
+        TypeError: If ``source`` is something else, or an iterator.
     """
     is_async = is_async_function(source) or generator_of(source) == "async generator"
     is_known = isinstance(source, Iterable) or hasattr(source, "__getitem__")
@@ -69,10 +69,10 @@ def from_async_iterable(source: AsyncSource) -> Stream[Any]:
 
     Args:
         source: An async iterable, or a function that returns one, such as an async
-            generator function. Streams that it iterates take the number of each epoch.
+            generator function. Streams that it iterates use the number of each epoch.
 
     Raises:
-        TypeError: If it is neither, or an async iterator, which can be read only once.
+        TypeError: If ``source`` is something else, or an async iterator.
     """
     is_plain = is_async_function(source) or generator_of(source) == "generator"
     fits = isinstance(source, AsyncIterable) or (callable(source) and not is_plain)
@@ -93,8 +93,8 @@ def _check_source(source: object, name: str, kind: type, *, fits: bool) -> None:
         )
 
 
-def _repeats(source: Any) -> bool:
-    """Tell whether the epochs of a source can be repeated."""
+def _is_repeatable(source: Any) -> bool:
+    """Return whether a source has the same samples again in an epoch read again."""
     if isinstance(source, torch.utils.data.DataLoader):
         is_known = type(source.sampler) in {SequentialSampler, ShuffledIndices}
         return is_known or isinstance(source.dataset, OwnStream)
@@ -105,13 +105,13 @@ class _Iterable(Stream[Any]):
     def __init__(self, source: Any, *, is_async: bool) -> None:
         super().__init__()
         self._source, self._is_async = source, is_async
-        self.reread = [] if _repeats(source) else [qualname(source)]
+        self.reread = [] if _is_repeatable(source) else [qualname(source)]
 
     async def open(self, reading: Reading, state: State) -> Cursor:
         return _IterableCursor(self._source, reading, state, is_async=self._is_async)
 
     def ahead(self) -> Ahead:
-        """Return how far it may be read ahead: an iterator may wait for each sample."""
+        """Return how far to read ahead; an iterator may wait for each sample."""
         return Ahead.FREE if isinstance(self._source, Sequence) else Ahead.QUICK
 
     def describe(self) -> State:
@@ -123,9 +123,9 @@ class _Iterable(Stream[Any]):
 
 
 class _IterableCursor(Cursor):
-    """Selects this reader's samples of a source, and counts the samples read.
+    """Selects one reader's samples of a source, and counts the samples read.
 
-    A plain iterable is read in one thread, because some iterables need that.
+    A plain iterable is read in a single thread, which some iterables require.
     """
 
     def __init__(
@@ -139,15 +139,15 @@ class _IterableCursor(Cursor):
         self._read = 0
         self._iterator: Any = None
         self._has_ended = False
-        self._error: BaseException | None = None  # error at the end, until it is raised
+        self._error: BaseException | None = None  # to raise after the last samples
         self._same_errors = SameErrors()
 
     async def _next(self, count: int) -> tuple[list[Any], bool]:
-        """Return the next samples of all readers, and whether it has ended."""
+        """Return the next samples of all readers, and whether the source has ended."""
         with under_way(self._reading):
             if self._is_async:
-                begun = self._begin(aiter)
-                return begun or await read_block_async(self._iterator, count)
+                failure = self._begin(aiter)
+                return failure or await read_block_async(self._iterator, count)
             self._thread = self._thread or ThreadPoolExecutor(1, "aioloader-iterable")
             read = lambda: self._begin(iter) or read_block(self._iterator, count)  # noqa: E731
             return await in_thread(read, executor=self._thread)
@@ -157,16 +157,16 @@ class _IterableCursor(Cursor):
         return {"read": max(self._read, self._start)}
 
     async def _make(self, limit: int) -> list[Any]:
-        """Return the next samples; after the last ones, raise what ended them."""
+        """Return the next samples; after the last ones, raise the source's error."""
         samples: list[Any] = []
         reader, readers = self._reading.share.reader, self._reading.share.readers
         while len(samples) < limit and not self._has_ended:
             first = max(self._read, self._start)
-            first += (reader - first) % readers - self._read  # samples to leave out
+            first += (reader - first) % readers - self._read  # samples to drop
             last = first + (limit - len(samples) - 1) * readers
-            block, has_ended = await self._next(min(last + 1, max(limit, _MOST)))
+            block, has_ended = await self._next(min(last + 1, max(limit, _MAX_BLOCK)))
             if has_ended or self._same_errors.is_stuck(block):
-                self._has_ended, self._error = True, self._ended_by(block)
+                self._has_ended, self._error = True, self._final_error(block)
             samples += block[first::readers]
             self._read += len(block)
         if not samples and self._error is not None:
@@ -174,11 +174,9 @@ class _IterableCursor(Cursor):
             raise carried(error)
         return samples
 
-    def _ended_by(self, block: list[Any]) -> BaseException | None:
-        """Return what is raised after the last block."""
-        if (
-            block and type(block[-1]) is FailedSample
-        ):  # for every reader, and not a sample
+    def _final_error(self, block: list[Any]) -> BaseException | None:
+        """Return the error to raise after the last block, or None."""
+        if block and type(block[-1]) is FailedSample:  # the source's, no sample's
             error: BaseException = block.pop().error
             return error
         read = self._read + len(block)
@@ -190,28 +188,28 @@ class _IterableCursor(Cursor):
             "restart the epoch"
         )
 
-    def _opened(self) -> Any:
-        made = self._source() if callable(self._source) else self._source
-        if isinstance(made, Iterated):
-            made = made.for_epoch()  # it may be shared
-        elif callable(set_epoch := getattr(made, "set_epoch", None)):
+    def _open_source(self) -> Any:
+        iterable = self._source() if callable(self._source) else self._source
+        if isinstance(iterable, Iterated):
+            iterable = iterable.for_epoch()  # a copy: other readers may iterate it
+        elif callable(set_epoch := getattr(iterable, "set_epoch", None)):
             epoch = self._reading.epoch
-            # Those of the passes of ``repeat`` are too large for a seed of NumPy.
+            # Epoch numbers of later passes are too large for a NumPy seed: hash them.
             is_pass = epoch >= 1 << 32
             set_epoch(zlib.crc32(str(epoch).encode()) >> 1 if is_pass else epoch)
-        return made
+        return iterable
 
     def _begin(self, begin: Callable[[Any], Any]) -> tuple[list[Any], bool] | None:
-        """Begin at the first call; return what ends it if that fails."""
+        """Open the source at the first call; return the last block if that fails."""
         try:
             if self._iterator is None:
-                self._iterator = begin(self._opened())
+                self._iterator = begin(self._open_source())
         except BaseException as error:  # noqa: BLE001  (raised at the end)
             return [failed(error)], True
         return None
 
     async def _close(self) -> None:
-        """Close a generator, where it runs, or an inner stream; end the thread."""
+        """Close a generator, in its thread, or a stream's iterator; end the thread."""
         self._has_ended = True
         if (thread := self._thread) is not None:
             await in_thread(self._end, executor=thread)

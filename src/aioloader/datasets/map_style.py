@@ -1,8 +1,8 @@
 """A map-style dataset as a stream: in order, or shuffled as a whole.
 
-The order of an epoch is a seeded permutation of the indices, which is computed, not
-held. Readers take its positions in turn, so the saved position is an integer, and
-nothing is read again on resume.
+The order of an epoch is a seeded permutation of the indices, computed without storing
+it. Readers take its positions in turn, so the saved position is an integer, and a
+resume reads nothing again.
 """
 
 import operator
@@ -27,8 +27,8 @@ from aioloader.datasets._streams.steps import Mapped, MappedAsync
 from aioloader.datasets.streams import Stream
 from aioloader.protocols import Kind, batch_getter, kind_of, own_datasets, reads_async
 
-# Most indices looked up at once: half a millisecond, if they are shuffled.
-_AT_ONCE = 1 << 10
+# Maximum number of indices per block: half a millisecond, if they are shuffled.
+_MAX_INDICES = 1 << 10
 
 
 def from_dataset(
@@ -36,19 +36,19 @@ def from_dataset(
 ) -> Stream[Any]:
     """Return a stream of all samples of a map-style dataset.
 
-    You can add steps to it, mix it and share it between any ranks. A coroutine
-    ``__getitem__`` runs on the loop, many at a time; a plain one in one thread, which
-    all readers share, because few datasets are thread-safe. ``__getitems__`` is used
-    where it is defined. A failed sample is passed on as its error. The length is known,
-    so ranks have equal parts, as with torch's ``DistributedSampler``: the loader's
-    ``tail`` decides about the last samples.
+    It can have steps, be mixed, and be divided among any number of ranks. A coroutine
+    ``__getitem__`` runs on the loop, for many samples at a time; a plain one in a
+    thread that all readers share, because few datasets are thread-safe.
+    ``__getitems__`` is used if the dataset has it. A failed sample is delivered as its
+    error. The length is known, so ranks have equal parts, as with torch's
+    ``DistributedSampler``: the loader's ``tail`` decides about the last samples.
 
     Args:
-        dataset: It has ``__getitem__`` and ``__len__``; its length is part of a state.
-        shuffle: Whether all samples are permuted, differently in each epoch.
+        dataset: Has ``__getitem__`` and ``__len__``; a state depends on its length.
+        shuffle: Whether to permute all samples, differently in each epoch.
         seed: Seed of the permutation.
-        concurrency: How many samples of an async dataset are read at a time, by all
-            readers of a rank together.
+        concurrency: Samples of an async dataset to read at a time, by all readers of a
+            rank together.
 
     Raises:
         TypeError: If the dataset is not map-style, or has no length.
@@ -65,7 +65,7 @@ def from_dataset(
 
 
 class _MapStyle(Stream[Any]):
-    """A stream of the samples of a map-style dataset; permuted, if there is a seed."""
+    """A stream of the samples of a map-style dataset; permuted if it has a seed."""
 
     _tail: Tail = "uneven"
 
@@ -84,19 +84,19 @@ class _MapStyle(Stream[Any]):
         up = state.get("up", {})
         indices = _IndexCursor(up, share, order, len(dataset), self._tail)
         many, is_async = batch_getter(dataset), reads_async(dataset)
-        get = partial(_awaited if is_async else _item, dataset)
+        get = partial(_aget if is_async else _get, dataset)
         if is_async and many is None:
             most = -(-self._concurrency // share.per_rank)
             return _AwaitedCursor(
                 indices, state, reading, function=get, concurrency=most
             )
-        how: Any = {"function": get, "many": many, "thread": listed[id(dataset)]}
-        return _ReadCursor(indices, state, reading, **how)
+        options: Any = {"function": get, "many": many, "thread": listed[id(dataset)]}
+        return _ReadCursor(indices, state, reading, **options)
 
     async def _enter(self, reading: Reading) -> ThreadPoolExecutor | None:
-        """Enter what the dataset needs on a loop; return the thread of a plain one."""
-        for one in own_datasets(self._dataset):
-            await reading.stack.enter_async_context(one.lifespan())
+        """Enter the dataset on a loop; return the thread of a plain ``__getitem__``."""
+        for owner in own_datasets(self._dataset):
+            await reading.stack.enter_async_context(owner.lifespan())
         if reads_async(self._dataset):
             return None
         thread = ThreadPoolExecutor(1, "aioloader-dataset")
@@ -111,8 +111,8 @@ class _MapStyle(Stream[Any]):
 
     def describe(self) -> State:
         fingerprint: State = {}
-        for one in own_datasets(self._dataset):
-            fingerprint |= one.fingerprint()
+        for owner in own_datasets(self._dataset):
+            fingerprint |= owner.fingerprint()
         return {
             "kind": "dataset",
             "function": qualname(self._dataset),
@@ -127,7 +127,7 @@ class _MapStyle(Stream[Any]):
 
 
 class _IndexCursor(Cursor):
-    """The indices of one reader's samples, in the order of an epoch."""
+    """Cursor over the indices of one reader's samples, in the order of an epoch."""
 
     overshoots = True
 
@@ -140,30 +140,30 @@ class _IndexCursor(Cursor):
         tail: Tail,
     ) -> None:
         super().__init__({})
-        self._at: int = state.get("at", 0)
+        self._position: int = state.get("at", 0)
         self._share, self._order, self._length = share, order, length
         self._count, _ = share.parts(length, tail)
 
     def _make_state(self) -> State:
-        return {"at": self._at}
+        return {"at": self._position}
 
     def _state_after(self, before: State, details: Any, count: int) -> State:  # noqa: ARG002
         return {"at": before["at"] + count}
 
     async def _make(self, limit: int) -> Block:  # noqa: ARG002  (many at once)
-        stop = min(self._at + _AT_ONCE, self._count)
+        stop = min(self._position + _MAX_INDICES, self._count)
         share = self._share
-        places = np.arange(self._at, stop) * share.readers + share.reader
-        if stop > self._at:  # those past the end are the first ones again
-            places %= self._length
-        self._at = stop
-        found = places if self._order is None else self._order.at(places)
-        indices: list[int] = found.tolist()
+        positions = np.arange(self._position, stop) * share.readers + share.reader
+        if stop > self._position:  # positions past the end wrap around
+            positions %= self._length
+        self._position = stop
+        array = positions if self._order is None else self._order.at(positions)
+        indices: list[int] = array.tolist()
         return indices
 
 
 class _PositionCursor(Cursor):
-    """Its position is that of a sample in the order, read in advance or not."""
+    """Cursor whose state is a position in the order, whatever is read in advance."""
 
     def _state_after(self, before: State, details: Any, count: int) -> State:  # noqa: ARG002
         return {"up": {"at": before["up"]["at"] + count}}
@@ -174,12 +174,12 @@ class _AwaitedCursor(_PositionCursor, MappedAsync):
 
 
 class _ReadCursor(_PositionCursor, Mapped):
-    """Reads several samples at once, in the thread or by ``__getitems__``."""
+    """Cursor that reads blocks of samples, in the thread or by ``__getitems__``."""
 
     kind = "from_dataset"
     many: Callable[[list[int]], Any] | None
-    thread: ThreadPoolExecutor | None  # None: it is a coroutine function
-    _found: Sequence[Any] = ()  # what the thread returned last
+    thread: ThreadPoolExecutor | None  # None: `many` is a coroutine function
+    _results: Sequence[Any] = ()  # the last block from the thread
 
     async def _make(self, limit: int) -> Block:
         block: Any = await self.upstream.pull(limit)
@@ -187,37 +187,38 @@ class _ReadCursor(_PositionCursor, Mapped):
             return []
         if self.thread is None:
             return await self._read(block)
-        made = await in_thread(self._apply, block, executor=self.thread)
-        # A wrapper of an async dataset may be plain.
-        return await self._await(resolved, made) if holds_awaitables(made) else made
+        samples = await in_thread(self._apply, block, executor=self.thread)
+        if holds_awaitables(samples):  # a plain method may wrap an async dataset
+            samples = await self._await(resolved, samples)
+        return samples
 
     async def _read(self, indices: list[int]) -> list[Any]:
         assert self.many is not None
         try:
-            found = [*await resolved(self.many(indices))]
-            if len(found) == len(indices):
-                return found
+            samples = [*await resolved(self.many(indices))]
+            if len(samples) == len(indices):
+                return samples
         except BaseException as error:
             if ends_task(error):
                 raise
         return await self._await(self.function, indices)  # each fails alone
 
     def _apply(self, block: Any) -> list[Any]:
-        found: list[Any] = []
+        samples: list[Any] = []
         if self.many is not None:
             with suppress(BaseException):
-                found = [*self.many(block)]
-        if len(found) != len(block):  # each is read alone
-            found = super()._apply(block)
-        self._found = found
-        return found
+                samples = [*self.many(block)]
+        if len(samples) != len(block):  # each is read alone
+            samples = super()._apply(block)
+        self._results = samples
+        return samples
 
     async def _close(self) -> None:
-        close_coroutines(self._found)  # those that were not awaited
+        close_coroutines(self._results)  # if they were not awaited
         await super()._close()
 
 
-def _item(dataset: Any, index: int) -> Any:
+def _get(dataset: Any, index: int) -> Any:
     try:
         return dataset[index]
     except BaseException as error:
@@ -225,7 +226,7 @@ def _item(dataset: Any, index: int) -> Any:
         raise
 
 
-async def _awaited(dataset: Any, index: int) -> Any:
+async def _aget(dataset: Any, index: int) -> Any:
     try:
         return await resolved(dataset[index])
     except BaseException as error:

@@ -1,7 +1,7 @@
-"""MosaicML shards, as the writer of MosaicML Streaming makes them.
+"""Shards in the MDS format of MosaicML Streaming.
 
-A directory has an ``index.json`` that lists its shards. A shard has the number of
-samples, their offsets, and the samples. A sample has its own length, so reading can
+The ``index.json`` of a directory lists its shards. A shard has the number of samples,
+their offsets, and the samples. Each sample starts with its lengths, so reading can
 start at any sample without the offsets.
 """
 
@@ -52,32 +52,29 @@ _SCALARS = (
     *("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
     *("float16", "float32", "float64"),
 )
-# The codes of dtypes: the bits, one more if signed, two more if floating.
+# Codes of dtypes: the number of bits, plus 1 if signed, or plus 2 if floating.
 _DTYPES = {
     np.dtype(name).itemsize * 8 + {"u": 0, "i": 1, "f": 2}[name[0]]: name
     for name in _SCALARS
 }
-_SIDES = ("<u1", "<u2", "<u4", "<u8")
-_PIECE = 1 << 20
+_LENGTH_DTYPES = ("<u1", "<u2", "<u4", "<u8")
+_READ_BYTES = 1 << 20
 _INDEX = "index.json"
-_HEAD = struct.Struct("<2I")
-# A column: its name, its encoding or what decodes it, and its bytes if that is fixed.
+_SHARD_HEAD = struct.Struct("<2I")
+# A column: its name, its encoding or decoder, and its size in bytes if that is fixed.
 Encoded: TypeAlias = tuple[str, str, int | None]
 MDSColumn: TypeAlias = tuple[str, Decode, int | None]
 
 
 def decoder_of(encoding: str, *, allow_unsafe_types: bool) -> Decode:
-    """Return the decoder of a column.
-
-    A ValueError if the encoding is unknown, or unsafe and not allowed.
-    """
+    """Return a decoder; raise a ValueError if the encoding is unknown or disallowed."""
     name, _, config = encoding.partition(":")
     if name == "ndarray":
         return _array_decoder(config)
     if name in _SCALARS:
         return partial(_scalar, np.dtype(name).newbyteorder("<"))
-    if name in _PICTURES:
-        return _picture_decoder(*_PICTURES[name])
+    if name in _IMAGES:
+        return _image_decoder(*_IMAGES[name])
     if name == "pkl":
         if not allow_unsafe_types:
             raise ValueError(
@@ -85,11 +82,11 @@ def decoder_of(encoding: str, *, allow_unsafe_types: bool) -> Decode:
                 "trust them, pass allow_unsafe_types=True"
             )
         return pickle.loads  # noqa: S301  (allowed by name)
-    if name not in _PLAIN:
+    if name not in _DECODERS:
         raise ValueError(
             f"unknown encoding {encoding!r}; write the shards with another"
         )
-    return _PLAIN[name]
+    return _DECODERS[name]
 
 
 def _scalar(dtype: np.dtype[Any], data: bytes) -> Any:
@@ -104,67 +101,67 @@ def _text(make: Callable[[str], Any], data: bytes) -> Any:
 
 
 def _array_decoder(config: str) -> Decode:
-    """Return a decoder of arrays; both parts of ``dtype:shape`` are optional."""
+    """Return a decoder of arrays; both parts of ``dtype:shape`` may be missing."""
     dtype, _, shape = config.partition(":")
     if dtype and dtype not in _SCALARS:
         raise ValueError(f"unknown dtype {dtype!r} of an ndarray")
-    sides = tuple(map(int, shape.split(","))) if shape else None
-    return partial(_array, dtype or None, sides)
+    sizes = tuple(map(int, shape.split(","))) if shape else None
+    return partial(_array, dtype or None, sizes)
 
 
 def _array(dtype: str | None, shape: tuple[int, ...] | None, data: bytes) -> Any:
-    at = 0
+    offset = 0
     if dtype is None:
-        dtype, at = _DTYPES[data[0]], 1
+        dtype, offset = _DTYPES[data[0]], 1
     if shape is None:
-        number, kind = divmod(data[at], 4)
-        sides = np.frombuffer(data, _SIDES[kind], number, at + 1)
-        shape = tuple(sides.tolist())
-        at += 1 + sides.nbytes
-    # A copy, because tensors share memory with arrays, and bytes are read-only.
-    values = np.frombuffer(data, np.dtype(dtype).newbyteorder("<"), offset=at)
+        number, kind = divmod(data[offset], 4)
+        sizes = np.frombuffer(data, _LENGTH_DTYPES[kind], number, offset + 1)
+        shape = tuple(sizes.tolist())
+        offset += 1 + sizes.nbytes
+    # Copied, because bytes are read-only and tensors share memory with arrays.
+    values = np.frombuffer(data, np.dtype(dtype).newbyteorder("<"), offset=offset)
     return values.reshape(shape).astype(dtype)
 
 
 def _list(decode: Decode, start: int, data: bytes) -> list[Any]:
-    """Decode a count, the lengths and the parts, starting at ``start``."""
+    """Decode a list at ``start``: the count, the lengths, and the values."""
     (count,) = struct.unpack_from("<I", data, start)
     lengths = struct.unpack_from(f"<{count}I", data, start + 4)
-    at = start + 4 + 4 * count
-    if at + sum(lengths) != len(data):
-        raise ValueError(f"a list of {at + sum(lengths):,} bytes in {len(data):,}")
-    found = []
+    offset = start + 4 + 4 * count
+    if offset + sum(lengths) != len(data):
+        raise ValueError(f"a list of {offset + sum(lengths):,} bytes in {len(data):,}")
+    values = []
     for length in lengths:
-        found.append(decode(data[at : at + length]))
-        at += length
-    return found
+        values.append(decode(data[offset : offset + length]))
+        offset += length
+    return values
 
 
-def _picture_decoder(name: str, count_at: int | None) -> Decode:
+def _image_decoder(name: str, count_at: int | None) -> Decode:
     image = imported("PIL.Image", "pictures", "columns of images need Pillow")
-    decode = partial(_raw_picture if name == "pil" else _picture, image)
+    decode = partial(_raw_image if name == "pil" else _image, image)
     return decode if count_at is None else partial(_list, decode, count_at)
 
 
-def _picture(image: ModuleType, data: bytes) -> Any:
+def _image(image: ModuleType, data: bytes) -> Any:
     return image.open(BytesIO(data))
 
 
-def _raw_picture(image: ModuleType, data: bytes) -> Any:
-    """Decode width, height, length of the mode's name, that name, and pixels."""
+def _raw_image(image: ModuleType, data: bytes) -> Any:
+    """Decode width, height, length of Pillow's mode, the mode, and the pixels."""
     width, height, length = struct.unpack_from("<3I", data)
     mode = str(data[12 : 12 + length], "utf-8")
     return image.frombytes(mode, (width, height), data[12 + length :])
 
 
-# Image encodings, and the offset of the count for lists.
-_PICTURES: dict[str, tuple[str, int | None]] = {
+# Image encodings: the format, and for lists the offset of the count.
+_IMAGES: dict[str, tuple[str, int | None]] = {
     **{name: (name, None) for name in ("pil", "jpeg", "png")},
     **{f"list[{name}]": (name, 4) for name in ("pil", "jpeg", "png")},
     "jpeg_array": ("jpeg", 0),
     "jpegarray": ("jpeg", 0),
 }
-_PLAIN: dict[str, Decode] = {
+_DECODERS: dict[str, Decode] = {
     "bytes": bytes,
     "str": partial(_text, str),
     "int": partial(int.from_bytes, byteorder="little", signed=True),
@@ -178,15 +175,15 @@ _PLAIN: dict[str, Decode] = {
 class MDSDataset(StoredStream[dict[str, Any]]):
     """Streams samples from MDS shards.
 
-    A sample is a dict of its columns, decoded like MosaicML Streaming: numbers, text,
-    bytes, JSON, arrays (copied), and images by Pillow. Plain, gzip and zstandard; a
-    plain shard can resume at any sample without reading earlier ones, and is split if
-    there are fewer shards than readers.
+    A sample is a dict of its columns, decoded as by MosaicML Streaming: numbers, text,
+    bytes, JSON, arrays (copied), and images by Pillow. Shards may be compressed by gzip
+    or zstandard. An uncompressed one resumes at any sample without reading earlier
+    ones, and is split if there are fewer shards than readers.
 
     Args:
         addresses: Directories with an ``index.json``, as paths, URLs or patterns.
-        allow_unsafe_types: Whether columns of pickles are loaded, which runs their
-            author's code.
+        allow_unsafe_types: Whether to load columns of pickles, which run any code that
+            their author wrote.
         options: As for ``TarDataset``.
 
     Raises:
@@ -206,18 +203,18 @@ class MDSDataset(StoredStream[dict[str, Any]]):
 
 
 class MDSShard(NamedTuple):
-    """A shard, or the part of one from ``start`` to ``stop``."""
+    """A shard, or the part from byte ``start`` to ``stop``."""
 
     address: Address
     samples: int  # of the whole shard
-    size: int  # length, decompressed, in bytes
+    size: int  # of the whole shard, decompressed, in bytes
     columns: tuple[Encoded, ...]
     start: int  # 0 for a whole shard
     stop: int
 
 
 class MDSFormat(ByteFormat):
-    """Shards that the ``index.json`` of directories list."""
+    """The format of shards that are listed in ``index.json`` files."""
 
     def __init__(
         self, addresses: Any, storage: Storage, *, allow_unsafe_types: bool
@@ -231,56 +228,56 @@ class MDSFormat(ByteFormat):
     ) -> list[Any]:
         """Return the shards, in the order of the indexes."""
         indexes = await super().shards(stack)
-        found: list[MDSShard] = []
+        shards: list[MDSShard] = []
         for address in indexes:
             folder = sibling(address, lambda path: path.removesuffix(_INDEX))
             label = self.storage.label(address)
-            data = await read_whole(self.storage.open(address, 0, _PIECE))
+            data = await read_whole(self.storage.open(address, 0, _READ_BYTES))
             try:
                 entries = json.loads(data)["shards"]
-                found += [_shard(folder, entry) for entry in entries]
+                shards += [_shard(folder, entry) for entry in entries]
             except (ValueError, KeyError, TypeError) as error:
                 text = f"{label!r} is no index of MDS shards: {error!r}; write it again"
                 raise DatasetError(text, location=label) from error
-        if not found:
+        if not shards:
             raise ValueError(
                 f"no shards: the index {self.storage.label(indexes[0])!r} lists none; "
                 "pass a directory that MDSWriter has finished"
             )
-        for columns in {shard.columns for shard in found}:  # an unknown one fails now
+        for columns in {shard.columns for shard in shards}:  # check the encodings
             _decoders(columns, allow_unsafe_types=self._allow_unsafe_types)
-        return found
+        return shards
 
     async def cut(self, shards: Sequence[Any], count: int) -> Sequence[Any]:
-        """Return ``count`` parts of the shards, cut at the offsets of samples."""
-        found: list[MDSShard] = []
-        wanted = shares([shard.size for shard in shards], count)
-        for shard, number in zip(shards, wanted, strict=True):
+        """Return ``count`` parts of the shards, split between samples."""
+        parts: list[MDSShard] = []
+        counts = shares([shard.size for shard in shards], count)
+        for shard, number in zip(shards, counts, strict=True):
             starts: Sequence[int] = ()
             if number > 1 and not unpacker_of(self.storage.label(shard.address)):
                 stop = 4 + 4 * shard.samples
-                head = self.storage.open(shard.address, 0, _PIECE, stop=stop)
+                head = self.storage.open(shard.address, 0, _READ_BYTES, stop=stop)
                 offsets = f"<{shard.samples}I"
                 starts = struct.unpack_from(offsets, await read_whole(head), 4)
                 starts = nearest(starts, shard.size, number)
-            found += [
+            parts += [
                 shard._replace(start=start, stop=stop)
                 for start, stop in itertools.pairwise([0, *starts, shard.size])
             ]
-        if len(found) < count:
+        if len(parts) < count:
             raise ValueError(
-                f"{len(shards)} shards can be cut into {len(found)} parts only, but "
+                f"{len(shards)} shards can be cut into {len(parts)} parts only, but "
                 f"there are {count} readers (ranks x workers, or as `readers` says): "
                 "compressed shards cannot be cut; use fewer readers, or smaller shards"
             )
-        return found
+        return parts
 
     async def sizes(self, shards: Sequence[Any], *, must: bool) -> Sequence[int] | None:  # noqa: ARG002  (all are known)
         """Return the number of samples of each shard."""
         return [shard.samples for shard in shards]
 
     def summary(self, shards: Sequence[Any]) -> Summary:
-        """Return the number of shards, their names, and their number of samples."""
+        """Return the summary of names, parts and numbers of samples."""
         edges = [[shard.start, shard.stop, shard.samples] for shard in shards]
         names = summary_of(shard.address for shard in shards)
         whole = summary_of([json.dumps(edges)])
@@ -292,26 +289,25 @@ class MDSFormat(ByteFormat):
         return address
 
     def spec(self, shard: Any) -> ByteFormatSpec:
-        """Return how samples are made of exactly their bytes."""
+        """Return a spec that makes samples of exactly their bytes."""
         allow = self._allow_unsafe_types
         columns = _decoders(shard.columns, allow_unsafe_types=allow)
-        return self._spec._replace(quick=partial(_only, columns, *_layout(columns)))
+        return self._spec._replace(quick=partial(_single, columns, *_layout(columns)))
 
     async def offsets(self, shard: Any) -> Offsets:
-        """Return where samples start, and the last ends, from the shard's head."""
+        """Return the samples' offsets and the last one's end, from the shard's head."""
         stop = 8 + 4 * shard.samples
-        head = self.storage.open(shard.address, 0, _PIECE, stop=stop)
+        head = self.storage.open(shard.address, 0, _READ_BYTES, stop=stop)
         table = np.frombuffer(await read_whole(head), "<u4")
         if len(table) != shard.samples + 2 or table[0] != shard.samples:
             label = self.storage.label(shard.address)
-            what = f"its head is not that of {shard.samples:,} samples, as in the index"
-            raise _damage(label, 0, what)
+            count = f"{shard.samples:,} samples, as in the index"
+            raise _damage(label, 0, f"its head is not that of {count}")
         return table[1:]
 
     def open(self, shard: Any, position: ShardPosition, budget: int) -> ShardReader:
         """Return a reader of one shard."""
-        # Of a whole shard, all is read: what follows the samples shows that the file is
-        # not the one that the index lists.
+        # Read a whole shard to its end: extra bytes reveal an index of another file.
         stop = None if shard.stop == shard.size else shard.stop
         allow = self._allow_unsafe_types
         columns = _decoders(shard.columns, allow_unsafe_types=allow)
@@ -324,24 +320,24 @@ class MDSFormat(ByteFormat):
 def _decoders(
     columns: tuple[Encoded, ...], *, allow_unsafe_types: bool
 ) -> list[MDSColumn]:
-    found: list[MDSColumn] = []
+    decoders: list[MDSColumn] = []
     for name, encoding, size in columns:
         try:
             decode = decoder_of(encoding, allow_unsafe_types=allow_unsafe_types)
         except ValueError as error:
             raise ValueError(f"column {name!r}: {error}") from None
-        found.append((name, decode, size))
-    return found
+        decoders.append((name, decode, size))
+    return decoders
 
 
 def _shard(folder: Address, entry: dict[str, Any]) -> MDSShard:
-    """Read one entry of an index, if it is of a known format and version."""
+    """Parse an entry of an index; raise a ValueError if its format is unknown."""
     if entry["format"] != "mds" or entry["version"] != 2:
-        found = f"format {entry['format']!r}, version {entry['version']!r}"
-        raise ValueError(f"a shard has {found}; only 'mds', version 2, is supported")
-    packed, raw = entry["zip_data"], entry["raw_data"]
-    name = (packed or raw)["basename"]
-    if packed and unpacker_of(name) is None:
+        version = f"format {entry['format']!r}, version {entry['version']!r}"
+        raise ValueError(f"a shard has {version}; only 'mds', version 2, is supported")
+    compressed, raw = entry["zip_data"], entry["raw_data"]
+    name = (compressed or raw)["basename"]
+    if compressed and unpacker_of(name) is None:
         raise ValueError(
             f"{name!r} is compressed with {entry['compression']!r}; only gz and zstd "
             "are supported"
@@ -359,57 +355,55 @@ def _joined(folder: Address, name: str) -> Address:
 def samples(
     columns: Sequence[MDSColumn], count: int, stop: int, feed: ByteFeed
 ) -> Steps:
-    """Yield the samples of a shard, which end at ``stop``: of all, the shard's end.
+    """Yield the samples of a shard, or of its part up to ``stop``.
 
-    A sample that cannot be decoded is one failed sample; damaged lengths end the shard,
-    and so do bytes after the last sample.
+    A sample that cannot be decoded is one failed sample; wrong lengths and bytes after
+    the last sample end the shard.
     """
     lengths, fixed = _layout(columns)
-    at, ends = feed.at, iter(memoryview(b""))  # a reader that resumes has no table
+    offset, ends = feed.at, iter(memoryview(b""))  # no table after a resume
     try:
-        if not at:
-            head = yield from _read(_HEAD.size, stop, feed)
-            found, first = cast("tuple[int, int]", _HEAD.unpack(head))
-            if found != count or not 8 + 4 * found <= first <= stop:
+        if not offset:
+            head = yield from _read(_SHARD_HEAD.size, stop, feed)
+            number, first = cast("tuple[int, int]", _SHARD_HEAD.unpack(head))
+            if number != count or not 8 + 4 * number <= first <= stop:
                 raise _damage(
                     feed.url,
                     0,
-                    f"{found:,} samples, the first at {first:,}, where the index has "
+                    f"{number:,} samples, the first at {first:,}, where the index has "
                     f"{count:,} in {stop:,} bytes",
                 )
             table = yield from _read(first - 8, stop, feed)
-            at, ends = first, iter(memoryview(table)[: 4 * found].cast("I"))
-        while at < stop:
+            offset, ends = first, iter(memoryview(table)[: 4 * number].cast("I"))
+        while offset < stop:
             head = yield from _read(lengths.size, stop, feed)
             length = lengths.size + fixed + sum(lengths.unpack(head))
-            end = at + length
-            listed = next(ends, end)
-            if end > stop or end != listed:
-                what = f"a sample of {length:,} bytes, after the shard's end"
-                if end <= stop:
-                    what = (
-                        f"a sample to byte {end:,}, which its table ends at {listed:,}"
-                    )
-                raise _damage(feed.url, at, what)
+            end = offset + length
+            table_end = next(ends, end)
+            if end > stop or end != table_end:
+                reason = f"to byte {end:,}, which its table ends at {table_end:,}"
+                if end > stop:
+                    reason = f"of {length:,} bytes, after the shard's end"
+                raise _damage(feed.url, offset, f"a sample {reason}")
             body = yield from _read(length - lengths.size, stop, feed)
             sizes = iter(lengths.unpack(head))
-            sample = _decode(columns, sizes, body, feed.url, at)
-            at = end
-            yield [sample], at
+            sample = _decode(columns, sizes, body, feed.url, offset)
+            offset = end
+            yield [sample], offset
         if (yield from feed.take(1)):
-            what = "bytes after the last sample that the index lists"
-            raise _damage(feed.url, at, what)
+            reason = "bytes after the last sample that the index lists"
+            raise _damage(feed.url, offset, reason)
     except DatasetError as error:
-        yield [FailedSample(error, ends=True)], at
+        yield [FailedSample(error, ends=True)], offset
 
 
 def _layout(columns: Sequence[MDSColumn]) -> tuple[struct.Struct, int]:
-    """Return the lengths that a sample starts with, and the bytes of other columns."""
+    """Return the struct of a sample's lengths, and the bytes of fixed-size columns."""
     lengths = struct.Struct(f"<{sum(not size for *_, size in columns)}I")
     return lengths, sum(size or 0 for *_, size in columns)
 
 
-def _only(
+def _single(
     columns: Sequence[MDSColumn],
     lengths: struct.Struct,
     fixed: int,
@@ -417,7 +411,7 @@ def _only(
     start: int,
     data: memoryview,
 ) -> Any:
-    """Return the sample that has exactly these bytes."""
+    """Return the sample that is exactly ``data``, or a failed sample."""
     length = lengths.size
     if len(data) >= length:
         sizes = lengths.unpack_from(data)
@@ -426,8 +420,8 @@ def _only(
             body = bytes(data[lengths.size :])
             return _decode(columns, iter(sizes), body, url, start)
     end = start + len(data)
-    what = f"a sample to byte {start + length:,}, which its table ends at {end:,}"
-    return FailedSample(_damage(url, start, what))
+    reason = f"a sample to byte {start + length:,}, which its table ends at {end:,}"
+    return FailedSample(_damage(url, start, reason))
 
 
 def _read(length: int, stop: int, feed: ByteFeed) -> Generator[None, None, bytes]:
@@ -445,12 +439,12 @@ def _read(length: int, stop: int, feed: ByteFeed) -> Generator[None, None, bytes
 def _decode(
     columns: Sequence[MDSColumn], sizes: Any, body: bytes, url: str, start: int
 ) -> Any:
-    at, sample, name = 0, dict[str, Any](), ""
+    offset, sample, name = 0, dict[str, Any](), ""
     try:
         for name, decode, size in columns:
-            stop = at + (size or next(sizes))
-            sample[name] = decode(body[at:stop])
-            at = stop
+            stop = offset + (size or next(sizes))
+            sample[name] = decode(body[offset:stop])
+            offset = stop
     except Exception as error:  # noqa: BLE001  (of an image, for example)
         failure = DatasetError(
             f"{url!r}: the sample at byte {start:,} is damaged: column {name!r}: "
@@ -462,7 +456,7 @@ def _decode(
     return sample
 
 
-def _damage(url: str, at: int, what: str) -> DatasetError:
+def _damage(url: str, offset: int, reason: str) -> DatasetError:
     return DatasetError(
-        f"{url!r} is damaged at byte {at:,}: {what}; write it again", location=url
+        f"{url!r} is damaged at byte {offset:,}: {reason}; write it again", location=url
     )

@@ -42,74 +42,74 @@ def mix(
     weights: Weights | None = None,
     until: Until = "all",
 ) -> Stream[Any] | Subset[Any]:
-    """Return streams, or map-style datasets, as one, in proportion to their weights.
+    """Mix streams, or map-style datasets, in proportion to their weights.
 
-    The source of each position of the order (of all ranks and readers together) is
-    computed from the position. It is not random: of any first ``n`` samples, each
-    source has its share to 1.5 samples, until one ends. Each reader has about the same
-    shares, unless there are many more readers than positions after which the weights
-    repeat. Sources are repeated by ``repeat()``. A failed sample counts.
+    The source of each sample is computed from its position in the order of all ranks
+    and readers. It is not random: among any first ``n`` samples, each source has its
+    share to within 1.5 samples, until one ends. Each reader has about the same shares,
+    unless readers far outnumber the positions in a period of the weights. Use
+    ``repeat()`` to repeat a source. Failed samples count.
 
-    A mixture of map-style datasets is a ``Subset`` of all of them in a row. Each is
-    read from its start; a loader's ``shuffle`` permutes the whole.
+    A mixture of map-style datasets is a ``Subset`` of their concatenation. Each is read
+    from its start; a loader's ``shuffle`` permutes the whole.
 
     Args:
-        sources: By name; those of a list are called ``"0"``, ``"1"``... Of streams,
-            the ranks and readers of the first apply. ``loader.stats()`` shows the
+        sources: Sources by name; in a list their names are ``"0"``, ``"1"``... The
+            ranks and readers of the first stream apply. ``loader.stats()`` shows the
             samples and passes of each stream.
-        weights: In the order of the sources, or by name; default: equal. Or stages,
-            ``[(0, weights), (start, weights), ...]``, each from its position
-            ``start`` on. Decimals are exact, and ratios that need sums over ``2**40``
-            are rounded to it.
-        until: ``"all"``: when a source ends (of streams: in a reader), the others
-            continue in their proportions, until each was read; ``"first"``: the mixture
+        weights: Weights in the order of the sources, or by name; default: equal. Or
+            stages, ``[(0, weights), (start, weights), ...]``, each from position
+            ``start`` on. Decimals are exact; ratios whose sums exceed ``2**40`` are
+            rounded to it.
+        until: ``"all"``: when a source ends (a stream: in a reader), the others
+            continue in their proportions until all have ended; ``"first"``: the mixture
             ends with the first source that ends.
 
     Raises:
-        ValueError: If there are no sources, or two of one name; if weights are not
-            positive, of other names, or in stages that do not ascend from 0; or if a
-            stream other than the first has separate ranks or readers.
+        ValueError: If there are no sources, or two with one name; if weights are not
+            positive, have other names, or stages do not ascend from 0; or if a stream
+            sets other ranks or readers than the first one.
         TypeError: If sources are neither all streams nor all map-style datasets.
     """
     pairs = [*(sources.items() if isinstance(sources, Mapping) else enumerate(sources))]
-    named: dict[str, Any] = {str(name): one for name, one in pairs}
+    named: dict[str, Any] = {str(name): source for name, source in pairs}
     if len(named) < len(pairs):
         raise ValueError(
             f"sources have equal names: {[str(name) for name, _ in pairs]}"
         )
     if not named:
         raise ValueError("a mixture needs at least one stream or dataset, got none")
-    if all(isinstance(one, Stream) for one in named.values()):
+    if all(isinstance(source, Stream) for source in named.values()):
         return Mixture(named, weights, until)
-    for name, one in named.items():
-        is_map = hasattr(one, "__getitem__") and hasattr(one, "__len__")
-        if isinstance(one, IterableDataset) or not is_map:
+    for name, source in named.items():
+        is_map = hasattr(source, "__getitem__") and hasattr(source, "__len__")
+        if isinstance(source, IterableDataset) or not is_map:
             raise TypeError(
                 "sources must be all streams, or all map-style datasets (with "
-                f"__getitem__ and __len__), but {name!r} is of {type(one).__name__}"
+                f"__getitem__ and __len__), but {name!r} is of {type(source).__name__}"
             )
     schedule = Schedule([*named], weights, until)
     datasets = [*named.values()]
     kind: type[ConcatDataset[Any]] = ConcatDataset
-    if any(batch_getter(one) is not None for one in datasets):
+    if any(batch_getter(source) is not None for source in datasets):
         kind = _BatchesAsync if any(map(reads_async, datasets)) else _Batches
     return Subset(kind(datasets), MixedIndices([*map(len, datasets)], schedule))
 
 
 class _Batches(ConcatDataset[Any]):
-    """Datasets in a row; those that can, read their part of a batch at once."""
+    """Concatenation that reads batches by ``__getitems__`` where a dataset has it."""
 
     def __getitems__(self, indices: list[int]) -> Any:
         samples: list[Any] = [None] * len(indices)
         for dataset, places, own in self._parts(indices):
             get = batch_getter(dataset)
-            found = [dataset[one] for one in own] if get is None else get(own)
-            for place, sample in zip(places, found, strict=True):
+            results = [dataset[index] for index in own] if get is None else get(own)
+            for place, sample in zip(places, results, strict=True):
                 samples[place] = sample
         return samples
 
     def _parts(self, indices: list[int]) -> Iterator[tuple[Any, list[int], list[int]]]:
-        """Yield each dataset with the places and the indices of its samples."""
+        """Yield each dataset with its samples' places in the batch, and indices."""
         parts: dict[int, tuple[list[int], list[int]]] = {}
         for place, index in enumerate(indices):
             number = bisect_right(self.cumulative_sizes, index)
@@ -121,16 +121,16 @@ class _Batches(ConcatDataset[Any]):
 
 
 class _BatchesAsync(_Batches):
-    """The same, if one of them is async; all are read at the same time."""
+    """``_Batches`` with an async dataset; all datasets are read concurrently."""
 
     async def __getitems__(self, indices: list[int]) -> list[Any]:
         samples: list[Any] = [None] * len(indices)
 
         async def read(dataset: Any, places: list[int], own: list[int]) -> None:
             get = batch_getter(dataset)
-            made = [dataset[one] for one in own] if get is None else get(own)
-            found = await resolved(made)
-            for place, sample in zip(places, found, strict=True):
+            pending = [dataset[index] for index in own] if get is None else get(own)
+            results = await resolved(pending)
+            for place, sample in zip(places, results, strict=True):
                 samples[place] = sample
 
         await asyncio.gather(*(read(*part) for part in self._parts(indices)))

@@ -1,7 +1,7 @@
-"""Map-style datasets of named bytes: read, decoded, and labeled by folder.
+"""Map-style datasets of named bytes: plain, decoded, and labeled by folder.
 
-The last two are views of another dataset: they read through it, from several event
-loops too, and can be pickled if it can be.
+``DecodedDataset`` and ``ClassFolders`` wrap another dataset. They support several event
+loops and pickling if it does.
 """
 
 import abc
@@ -20,7 +20,7 @@ from aioloader.protocols import HasLifespan
 
 
 class Named(HasLifespan):
-    """A map-style dataset whose samples are bytes, each with a name like a path."""
+    """A map-style dataset of bytes, each with a name like a path."""
 
     # Without this, `for x in dataset` would never end: IndexError comes when awaited.
     __iter__: ClassVar[None] = None
@@ -41,15 +41,15 @@ class Named(HasLifespan):
     def decode(self, *specs: DecoderSpec) -> "Named":
         """Return the dataset with its bytes decoded by the extension of their names.
 
-        Decoding runs in threads, for as many samples as the loader reads at a time. For
-        worker processes, use the loader's ``transform=Decoder("torch")``.
+        Decoding runs in threads, for all samples that the loader reads concurrently.
+        For worker processes, use the loader's ``transform=Decoder("torch")``.
 
         Args:
             specs: As for ``Decoder``: ``"pil"``, ``"torch"``...
 
         Raises:
             ValueError: If a word is unknown.
-            ImportError: If images are to be decoded, and Pillow is not installed.
+            ImportError: If images need Pillow, and it is not installed.
         """
         return DecodedDataset(self, Decoder(*specs))
 
@@ -62,18 +62,18 @@ class Named(HasLifespan):
     ) -> "ClassFolders":
         """Return the dataset with labels by folder, like torchvision's ``ImageFolder``.
 
-        Looks up the folders of a ``FileDataset``, which blocks.
+        It lists the folders of a ``FileDataset``, which blocks.
 
         Args:
             root: Folder with one folder for each class; names start with it.
             classes: The classes, in the order of their labels. Default: the folders,
                 sorted; pass those of the training set for the other sets.
-            extensions: Files to include; others are skipped. Default: torchvision's
-                (not ``gif``). Empty: all files.
+            extensions: Extensions of files to include. Default: torchvision's (not
+                ``gif``). Empty: all files.
 
         Raises:
-            ValueError: If a file is in no class folder or in that of an unknown class,
-                or without ``classes`` if a folder has no included file.
+            ValueError: If a file is in no class folder, or in that of an unknown class;
+                or without ``classes``, if a class folder has no file to include.
         """
         return ClassFolders(self, root, classes=classes, extensions=extensions)
 
@@ -83,7 +83,7 @@ class Named(HasLifespan):
 
 
 class DecodedDataset(Dataset[Coroutine[Any, Any, Any]], Named):
-    """The samples of a dataset of bytes, decoded in threads."""
+    """Decodes the samples of a dataset of bytes, in threads."""
 
     def __init__(self, dataset: Named, decoder: Decoder) -> None:
         self.dataset = dataset
@@ -95,7 +95,7 @@ class DecodedDataset(Dataset[Coroutine[Any, Any, Any]], Named):
 
         Raises:
             DecodeError: If the bytes do not match the name's extension.
-            DatasetError: If they cannot be read.
+            DatasetError: If the bytes cannot be read.
         """
         data = await self.dataset[index]
         name = self.names[index]
@@ -115,16 +115,16 @@ class DecodedDataset(Dataset[Coroutine[Any, Any, Any]], Named):
 
 
 class ClassFolders(Dataset[Coroutine[Any, Any, "tuple[Any, int]"]], Named):
-    """Samples with the number of the folder they are in: ``(bytes, label)``.
+    """Samples with labels by folder: ``(bytes, label)``.
 
-    The order is torchvision's: by class, folder and name. Memory holds the names a
-    second time, and 16 bytes for each.
+    The order is torchvision's: by class, folder and name. Memory holds a second copy of
+    the names, and 16 bytes per sample.
 
     Args:
         dataset: The files or objects.
-        root: As for ``Named.class_folders``, as are the others.
-        classes: The classes, by label.
-        extensions: Extensions to include.
+        root: As for ``Named.class_folders``.
+        classes: As for ``Named.class_folders``.
+        extensions: As for ``Named.class_folders``.
 
     Attributes:
         classes: Names of the classes, by label.
@@ -150,13 +150,14 @@ class ClassFolders(Dataset[Coroutine[Any, Any, "tuple[Any, int]"]], Named):
         extensions: Iterable[str] = FOLDER_EXTENSIONS,
     ) -> None:
         self.dataset = dataset
-        wanted = {extension.lower().lstrip(".") for extension in extensions}
-        found = _labeled(dataset.names, f"{root.rstrip('/')}/" if root else "", wanted)
-        folders = {folder for folder, *_ in found}
+        endings = {extension.lower().lstrip(".") for extension in extensions}
+        start = f"{root.rstrip('/')}/" if root else ""
+        files = _find_labels(dataset.names, start, endings)
+        folders = {folder for folder, *_ in files}
         if classes is None:
             if empty := sorted({*dataset.folders(root)} - folders):
                 raise ValueError(
-                    f"no file with an extension of {', '.join(sorted(wanted))} in the "
+                    f"no file with an extension of {', '.join(sorted(endings))} in the "
                     f"class folders {', '.join(map(repr, empty))}: without them other "
                     f"classes would have other labels; remove the folders, or pass "
                     f"classes"
@@ -172,9 +173,9 @@ class ClassFolders(Dataset[Coroutine[Any, Any, "tuple[Any, int]"]], Named):
                 f"there are {len(self.class_to_idx)} classes: "
                 f"{', '.join(map(repr, self.class_to_idx))}"
             )
-        self.targets: list[int] = [self.class_to_idx[folder] for folder, *_ in found]
-        self._order = np.array([at for *_, at in found], np.int64)
-        self._names = NameTable(dataset.names[at] for *_, at in found)
+        self.targets: list[int] = [self.class_to_idx[folder] for folder, *_ in files]
+        self._order = np.array([position for *_, position in files], np.int64)
+        self._names = NameTable(dataset.names[position] for *_, position in files)
 
     @property
     def samples(self) -> list[tuple[str, int]]:
@@ -189,10 +190,10 @@ class ClassFolders(Dataset[Coroutine[Any, Any, "tuple[Any, int]"]], Named):
 
         Raises:
             IndexError: If ``index`` is out of range.
-            DatasetError: If it cannot be read.
+            DatasetError: If the sample cannot be read.
         """
-        at = self._names.position(index)
-        return await self.dataset[int(self._order[at])], self.targets[at]
+        position = self._names.position(index)
+        return await self.dataset[int(self._order[position])], self.targets[position]
 
     def decode(self, *specs: DecoderSpec) -> Self:
         """Return the dataset with the files decoded, as ``Named.decode``."""
@@ -209,14 +210,14 @@ class ClassFolders(Dataset[Coroutine[Any, Any, "tuple[Any, int]"]], Named):
         return f"{self.dataset!r}.class_folders() of {len(self):,} in {count} classes"
 
 
-def _labeled(
-    names: NameTable, start: str, wanted: Collection[str]
+def _find_labels(
+    names: NameTable, start: str, extensions: Collection[str]
 ) -> list[tuple[str, str, str, int]]:
     """Return class, folder, base name and index of included files, in order."""
-    found: list[tuple[str, str, str, int]] = []
-    for at, name in enumerate(names):
+    files: list[tuple[str, str, str, int]] = []
+    for index, name in enumerate(names):
         folder, _, base = name.rpartition("/")
-        if wanted and base.rpartition(".")[2].lower() not in wanted:
+        if extensions and base.rpartition(".")[2].lower() not in extensions:
             continue
         label, slash, _ = name.removeprefix(start).partition("/")
         if not name.startswith(start) or not slash or not label:
@@ -225,11 +226,11 @@ def _labeled(
                 f"list only files in folders ('*/**/*'), or pass the folder that "
                 f"has the class folders as root"
             )
-        found.append((label, folder, base, at))
-    if not found:
-        shown = ", ".join(sorted(wanted))
+        files.append((label, folder, base, index))
+    if not files:
+        shown = ", ".join(sorted(extensions))
         raise ValueError(
             f"none of {len(names):,} files has an extension of {shown}: pass others"
         )
-    found.sort()
-    return found
+    files.sort()
+    return files

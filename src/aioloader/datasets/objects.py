@@ -1,9 +1,9 @@
-"""Objects of a store, one sample each, as buffers that the store's client filled.
+"""Objects of a store, one sample each, as buffers of the store's client.
 
-Order is the order of the given keys, or sorted for a listing. Memory holds the keys
-(two buffers), their sizes if listed, and the reads in flight. With a size known from a
+Objects are in the order of the given keys, or sorted if listed. Memory holds the keys
+(two buffers), their sizes if listed, and the reads in flight. With a size from a
 listing, one ranged request replaces two steps: for 100 KB over loopback HTTP that saves
-a quarter to a third of the CPU (119 to 90 us; 20 to 15 on the loop).
+a quarter to a third of the CPU time (119 to 90 us; on the loop 20 to 15).
 """
 
 from collections.abc import Coroutine, Iterable, Mapping
@@ -40,25 +40,25 @@ class ObjectDataset(
 ):
     """Reads whole objects of a store, many at a time, by ``async def __getitem__``.
 
-    Several event loops may read one dataset at once. It may be pickled if no option is
-    a secret: credentials belong in the environment or a ``credential_provider``. Each
-    process makes the store of a URL at its first read. As an async context manager it
-    ends with ``aclose``; a loader does this.
+    Several event loops can read one dataset at once. It can be pickled if no option is
+    a secret: pass credentials by the environment or a ``credential_provider``. Each
+    process creates the store of a URL at its first read. Leaving the dataset as an
+    async context manager calls ``aclose``; a loader does this.
 
     Args:
-        store: ``s3://bucket/train``, ``gs://``, ``az://``, ``https://``, ``hf://`` or
-            ``file://`` URL, local directory, store of obstore, file system of fsspec,
-            or a ``Source``.
+        store: URL such as ``s3://bucket/train``, ``gs://``, ``az://``, ``https://``,
+            ``hf://`` or ``file://``; local directory; store of obstore; file system of
+            fsspec; or a ``Source``.
         keys: Keys relative to ``store``. Default: list them now, which blocks; on an
             event loop use ``await ObjectDataset.discover(...)``.
-        prefix: Whole path segments that listed keys start with.
+        prefix: Leading path segments of the keys to list.
         store_options: Options of the store that a URL names, such as ``{"region":
             "eu-west-1"}``: those of ``obstore.store.from_url``.
-        requests: How long requests may take, and how failed ones are retried.
+        requests: Timeouts and retries of requests.
 
     Raises:
         ImportError: If the store needs a package that is not installed.
-        ValueError: If nothing is listed, or an argument is wrong.
+        ValueError: If no keys are listed, or an argument is wrong.
         DatasetError: If listing fails.
 
     Example:
@@ -109,18 +109,15 @@ class ObjectDataset(
         store_options: Mapping[str, Any] | None = None,
         requests: Requests | None = None,
     ) -> Self:
-        """List a store without blocking the event loop, and return its dataset.
-
-        Arguments and errors are those of the class.
-        """
+        """Construct without blocking the event loop; arguments as for the class."""
         _check(prefix)
-        # With options it makes a store, which reads certificates.
+        # In a thread, because creating a store reads certificates.
         options = hidden(store_options)
-        listed = await in_thread(store_of, store, options)
+        opened = await in_thread(store_of, store, options)
         try:
-            listing = await list_async(listed, prefix, policy_of(requests))
+            listing = await list_async(opened, prefix, policy_of(requests))
         finally:
-            await listed.aclose()
+            await opened.aclose()
         return cls(store, listing, store_options=store_options, requests=requests)
 
     @property
@@ -135,15 +132,15 @@ class ObjectDataset(
             index: Position in ``keys``; negative ones count from the end.
 
         Returns:
-            A read-only buffer of the contents, owned by the caller; ``memoryview``,
-            ``np.frombuffer`` and ``io.BytesIO`` accept it directly. They are the bytes
-            that the server sends: a ``Content-Encoding`` is not decoded.
+            A read-only buffer, owned by the caller; ``memoryview``, ``np.frombuffer``
+            and ``io.BytesIO`` accept it. It holds the bytes as sent by the server: a
+            ``Content-Encoding`` is not decoded.
 
         Raises:
             IndexError: If ``index`` is out of range.
             ObjectNotFoundError: If the store has no such object.
             ObjectPermissionError: If the store refuses access.
-            TruncatedReadError: If the body differs in length from the announcement.
+            TruncatedReadError: If the body is not as long as announced.
             DatasetError: If reading failed otherwise, after all retries.
         """
         position = self._names.position(index)
@@ -155,13 +152,13 @@ class ObjectDataset(
         await self.aclose()
 
     async def aclose(self, seconds: float = 5.0) -> None:
-        """Wait for this loop's requests in flight, and drop idle connections.
+        """Wait for this loop's requests, and close idle connections.
 
-        A process that ends with requests in flight, including cancelled ones, may crash
-        in obstore. The dataset stays usable.
+        A process that exits with requests in flight, even cancelled ones, may crash in
+        obstore. The dataset stays usable.
 
         Args:
-            seconds: How long requests may take before they are cancelled.
+            seconds: Timeout after which requests are cancelled.
         """
         await self._store.aclose(seconds)
 

@@ -1,4 +1,4 @@
-"""Streams of shards: order, slots and shares, common to all formats."""
+"""Base classes of streams of shards: their order, slots, and division among readers."""
 
 import copy
 import operator
@@ -60,9 +60,9 @@ Addresses: TypeAlias = str | PathLike[str] | Iterable[str | PathLike[str]]
 Sample_co = TypeVar("Sample_co", covariant=True)
 MAX_BYTES = 128 << 20
 MAX_SAMPLE_BYTES = 1 << 28
-_MANY = 1 << 10
-# Deals of passes that are cached for all readers here.
-_DEALS = 2
+_MAX_INLINE_SHARDS = 1 << 10
+# Passes whose shard assignments are cached, for all readers of this process.
+_MAX_ASSIGNMENTS = 2
 
 
 class OrderOptions(TypedDict, total=False):
@@ -89,27 +89,25 @@ class StreamOptions(OrderOptions, total=False):
 class ShardedStream(Stream[Sample_co]):
     """A stream of shards.
 
-    The shards, permuted in each epoch if ``shuffle`` is set, go to the readers
-    (one for each rank and worker, unless ``readers`` sets their number): each shard to
-    the reader that has the least bytes, or rows, so far, or the fewest shards where
-    lengths are unknown, as those of URLs that are not listed. So readers differ by at
-    most one shard, nothing is read twice and nothing is left out, and there must be a
-    shard for each. A reader spreads its shards over slots that take turns; each slot
-    reads its shards one after the other. A state can be loaded where the shards have
-    the same names and lengths in the same order, whatever their common directory,
-    bucket or host.
+    The shards, permuted in each epoch if ``shuffle`` is set, are divided among the
+    readers: one per rank and worker, unless ``readers`` sets their number. Each shard
+    goes to the reader that has the fewest bytes (or rows) so far; the fewest shards if
+    lengths are unknown, as for URLs that are not listed. So each shard is read once,
+    and readers differ by at most one shard; each needs at least one. A reader divides
+    its shards among slots, which it interleaves; a slot reads its shards in sequence. A
+    state requires shards of the same names and lengths in the same order; their common
+    directory, bucket or server may differ.
 
     Args:
         made_by: The format, which lists and opens shards.
-        shuffle: Whether the shards are permuted.
+        shuffle: Whether to permute the shards.
         seed: Seed of the permutation.
-        interleave: Number of shards open at once, of all readers together; rounded up
-            to a multiple of their number.
-        deterministic: Whether slots take turns strictly; otherwise samples come from
-            whichever slot has some, and the order differs from run to run, so another
-            number of ranks cannot resume it.
-        max_bytes: Bytes that one rank, or worker, reads ahead in all: its slots have
-            equal parts, and each takes what one read needs even if that is more.
+        interleave: Number of shards to read concurrently, in all readers together;
+            rounded up to a multiple of their number.
+        deterministic: Whether to interleave slots in a fixed order. Otherwise the order
+            differs from run to run, and a resume needs the same number of ranks.
+        max_bytes: Read-ahead of one rank, or worker, in bytes; divided equally among
+            its slots. A slot may exceed its part by a single read.
 
     Raises:
         ValueError: If ``interleave`` or ``max_bytes`` is below 1.
@@ -139,9 +137,9 @@ class ShardedStream(Stream[Sample_co]):
         """Return a cursor over the slots of this reader.
 
         Raises:
-            StateMismatchError: If the state is of other shards.
-            ValueError: If there are too few, or if ranks or readers must take turns
-                with slots that do not.
+            StateMismatchError: If the state belongs to other shards.
+            ValueError: If there are fewer shards than readers, or if ranks share a
+                reader whose order is not deterministic.
         """
         share, known = reading.share, state.get("shards")
         if share.in_turns and not self._deterministic:
@@ -151,39 +149,36 @@ class ShardedStream(Stream[Sample_co]):
             )
         if id(self) not in reading.listed:
             began = perf_counter()
-            find = self._list if reading.agreement is None else self._agreed
-            found = reading.listed[id(self)] = await find(reading, known)
+            find = self._list if reading.agreement is None else self._agree
+            listing = reading.listed[id(self)] = await find(reading, known)
             if (counters := COUNTERS.get()) is not None:
-                counters.listed_shards += len(found.shards)
+                counters.listed_shards += len(listing.shards)
                 counters.listed_seconds += perf_counter() - began
         shards, summary, sizes = reading.listed[id(self)]
         is_same = known is None or known == summary
         if summary["count"] < share.readers or not is_same:
             raise self._mismatch(summary, known, share.readers)
-        mine = (await self._shares(reading, len(shards), sizes))[share.reader]
-        lanes = min(-(-self._interleave // share.readers), len(mine))
-        states = state.get("lanes") or [{} for _ in range(lanes)]
-        budget = self._max_bytes // max(1, lanes * share.per_rank)
-        if lanes == 1:
+        mine = (await self._assignment(reading, len(shards), sizes))[share.reader]
+        slots = min(-(-self._interleave // share.readers), len(mine))
+        states = state.get("lanes") or [{} for _ in range(slots)]
+        budget = self._max_bytes // max(1, slots * share.per_rank)
+        if slots == 1:
             (only,) = states
             return ShardSequence(self.made_by, shards, mine, budget, only, summary)
-        opened = [
-            ShardSequence(self.made_by, shards, mine[lane::lanes], budget, one)
-            for lane, one in zip(range(lanes), states, strict=True)
+        sequences = [
+            ShardSequence(self.made_by, shards, mine[slot::slots], budget, saved)
+            for slot, saved in zip(range(slots), states, strict=True)
         ]
         kind = Interleaved if self._deterministic else AsTheyCome
-        return kind(opened, state, summary)
+        return kind(sequences, state, summary)
 
     def ahead(self) -> Ahead:
-        """Return how far it may be read ahead: not if its order may change."""
+        """Return how far to read ahead: never if the order may change between runs."""
         changes = self.made_by.changes or not self._deterministic
         return Ahead.NEVER if changes else Ahead.FREE
 
     def places(self) -> list[str]:
-        """Return what distinguishes it from streams of equal description.
-
-        It is alike on all ranks.
-        """
+        """Return strings that identify the shards' location, equal on all ranks."""
         return [""]
 
     def describe(self) -> State:
@@ -197,30 +192,27 @@ class ShardedStream(Stream[Sample_co]):
             "deterministic": self._deterministic,
         }
 
-    async def _agreed(self, reading: Reading, known: Summary | None) -> "_ShardListing":
-        """Return the shards that all ranks have.
-
-        A DatasetError if other ranks have found other shards.
-        """
+    async def _agree(self, reading: Reading, known: Summary | None) -> "_ShardListing":
+        """Return the shards, or raise a DatasetError if other ranks have others."""
         assert reading.agreement is not None
 
         def find(stack: AsyncExitStack, theirs: Any) -> Awaitable[_ShardListing]:
             return self._list(replace(reading, stack=stack), known or theirs)
 
-        what = [self.describe(), *self.places()]
+        key = [self.describe(), *self.places()]
         agreement, stack = reading.agreement, reading.stack
-        found: _ShardListing = await agreement.on(what, repr(self), stack, find)
-        return found
+        listing: _ShardListing = await agreement.on(key, repr(self), stack, find)
+        return listing
 
     async def _list(self, reading: Reading, known: Summary | None) -> "_ShardListing":
-        """Return all shards, cut if too few."""
+        """Return all shards, split if there are fewer than readers."""
         made_by, readers = self.made_by, reading.share.readers
         shards = await made_by.shards(reading.stack, known)
         if made_by.count(shards) < readers:
             shards = await made_by.cut(shards, readers)
-        is_quick = len(shards) <= _MANY
+        is_quick = len(shards) <= _MAX_INLINE_SHARDS
         summary = await in_thread(made_by.summary, shards, is_quick=is_quick)
-        # The deal depends on lengths; with a state, if it did when that was saved.
+        # Assignments depend on lengths; those of a state, only if it has "sizes".
         sizes: Sequence[int] | None = None
         must = known is not None and "sizes" in known
         if 1 < readers < len(shards) and (known is None or must):
@@ -231,26 +223,26 @@ class ShardedStream(Stream[Sample_co]):
         summary = {**summary, "sizes": f"{zlib.crc32(text):08x}"}
         return _ShardListing(shards, summary, sizes)
 
-    async def _shares(
+    async def _assignment(
         self, reading: Reading, count: int, sizes: Sequence[int] | None
     ) -> Sequence[Sequence[int]]:
-        """Return the shards of each reader; the same object for all readers here."""
-        # For each pass of ``repeat``; readers here may be in different ones.
-        deals = reading.listed.setdefault((id(self), "deals"), {})
-        if reading.epoch not in deals:
+        """Return the shards of each reader; cached for the readers of this process."""
+        # One for each pass of ``repeat``; readers may be in different passes.
+        assignments = reading.listed.setdefault((id(self), "deals"), {})
+        if reading.epoch not in assignments:
             order: Sequence[int] | ShuffledIndices = range(count)
             if self._shuffle:
                 order = keyed_order(count, self._seed, reading.epoch, 0)
             args = order, sizes, reading.share.readers
-            found = await in_thread(_dealt, *args, is_quick=count <= CHUNK)
-            deals[reading.epoch] = found
-            while len(deals) > _DEALS:
-                del deals[next(iter(deals))]
-        shares: Sequence[Sequence[int]] = deals[reading.epoch]
+            assigned = await in_thread(_assign, *args, is_quick=count <= CHUNK)
+            assignments[reading.epoch] = assigned
+            while len(assignments) > _MAX_ASSIGNMENTS:
+                del assignments[next(iter(assignments))]
+        shares: Sequence[Sequence[int]] = assignments[reading.epoch]
         return shares
 
-    def _mismatch(self, summary: Summary, known: Any, readers: int) -> Exception:
-        """Return the error for too few shards, or for others than in the state."""
+    def _mismatch(self, summary: Summary, saved: Any, readers: int) -> Exception:
+        """Return the error for too few shards, or for shards unlike the state's."""
         count = summary["count"]
         if count < readers:
             return ValueError(
@@ -258,13 +250,13 @@ class ShardedStream(Stream[Sample_co]):
                 f"or as `readers` says): {readers - count} would have nothing to read; "
                 "use fewer, or more, smaller shards"
             )
-        others = f"has {count}"
-        if known["count"] == count:
-            others = "has others, of other lengths, or in another order"
+        difference = f"has {count}"
+        if saved["count"] == count:
+            difference = "has others, of other lengths, or in another order"
         return StateMismatchError(
-            f"the state was saved with {known['count']} shards, but {self!r} "
-            f"{others}; load it with the same shards",
-            expected=known,
+            f"the state was saved with {saved['count']} shards, but {self!r} "
+            f"{difference}; load it with the same shards",
+            expected=saved,
             found=summary,
         )
 
@@ -273,33 +265,33 @@ class ShardedStream(Stream[Sample_co]):
 
 
 class _ShardListing(NamedTuple):
-    """The shards, their summary, and their lengths if the deal depends on them."""
+    """The shards, their summary, and their lengths if assignments depend on them."""
 
     shards: Sequence[Any]
     summary: Summary
     sizes: Sequence[int] | None
 
 
-def _dealt(
+def _assign(
     order: Sequence[int] | ShuffledIndices, sizes: Sequence[int] | None, readers: int
 ) -> Sequence[Sequence[int]]:
-    """Return the shards of each reader, all of about the same length in total.
+    """Return the shards of each reader, with about equal lengths in total.
 
-    Each shard, in order, goes to the reader that has the least so far: then no two
-    readers differ by more than the longest shard. Source: Graham, "Bounds on
-    multiprocessing timing anomalies", 1969 (list scheduling).
+    Each shard in turn goes to the reader with the least so far, so no two readers
+    differ by more than the longest shard. Source: Graham, "Bounds on multiprocessing
+    timing anomalies", 1969 (list scheduling).
     """
     if isinstance(order, ShuffledIndices):
         order = [*chain.from_iterable(paced(order))]
     if sizes is None:
         return [order[reader::readers] for reader in range(readers)]
-    dealt: list[list[int]] = [[] for _ in range(readers)]
+    assigned: list[list[int]] = [[] for _ in range(readers)]
     least = [(0, 0, reader) for reader in range(readers)]  # a heap
     for shard in order:
         total, count, reader = least[0]
-        dealt[reader].append(shard)
+        assigned[reader].append(shard)
         heapreplace(least, (total + sizes[shard], count + 1, reader))
-    return dealt
+    return assigned
 
 
 class StoredStream(ShardedStream[Sample_co]):
@@ -307,18 +299,17 @@ class StoredStream(ShardedStream[Sample_co]):
 
     Args:
         addresses: Paths or URLs, one or many; ``{000..127}`` and ``{a,b}`` are
-            expanded, ``*`` is looked up.
-        made_by: Makes the format of the shards from their addresses and ``Storage``,
-            which are its ``places``.
-        store: What ``addresses`` are relative to: a URL, a directory, a store of
-            obstore, a file system of fsspec, or a ``Source``.
+            expanded, and ``*`` matches names.
+        made_by: Returns the shards' format, from their addresses and a ``Storage``.
+        store: Base of relative ``addresses``: a URL, a directory, a store of obstore, a
+            file system of fsspec, or a ``Source``.
         store_options: Options of the store that a URL names, such as
             ``{"region": "eu-west-1", "client_options": {"timeout": "60s"}}``; those of
             ``obstore.store.from_url``.
-        requests: How requests that fail or stall are treated.
-        cache: A directory that keeps the bytes read from a store.
-        cache_bytes: Its size limit; the least recently used entries are evicted first.
-        unpack_bytes: Most memory, in bytes, for unpacking one zstd or xz shard: its
+        requests: Timeouts and retries of requests.
+        cache: Directory to cache bytes from a store in.
+        cache_bytes: Size limit; the least recently used entries are evicted first.
+        unpack_bytes: Memory limit for decompressing one zstd or xz shard, in bytes: its
             window or dictionary. Arrow has its own limit for CSV.
         order: As for ``ShardedStream``.
     """
@@ -345,15 +336,15 @@ class StoredStream(ShardedStream[Sample_co]):
         if isinstance(store, (str, PurePath)):
             self._root = shown_address(str(store))
         check_at_least(cache_bytes, 1, "cache_bytes")
-        kept = None
+        cache_dir = None
         if cache is not None:
             check_is(cache, (str, PathLike), "cache", "a directory")
-            kept = CacheDir(cache, cache_bytes)
+            cache_dir = CacheDir(cache, cache_bytes)
         storage = Storage(
             store,
             hidden(store_options),
             policy_of(requests),
-            kept,
+            cache_dir,
             self._addresses,
             check_at_least(unpack_bytes, 1, "unpack_bytes"),
         )
@@ -371,7 +362,7 @@ class StoredStream(ShardedStream[Sample_co]):
         return clone
 
     def places(self) -> list[str]:
-        """Return the place of the shards, as far as it stays when some come or go."""
+        """Return the location without numbers, so that it stays if shards are added."""
         first = min(map(shown_address, self._addresses))
         folder, slash, name = first.rpartition("/")
         name = re.sub("[0-9]+", "", name)
@@ -387,13 +378,13 @@ class ByteStream(StoredStream[Sample_co]):
     Args:
         addresses: As for ``StoredStream``. Names that end in ``.gz``, ``.zst``,
             ``.bz2`` or ``.xz`` are decompressed.
-        make: A generator function that gets a shard as a blocking binary file, at the
-            start of a sample, and yields samples; each time it leaves the file where
-            the next sample starts.
+        make: A generator function that takes a shard as a blocking binary file, at the
+            start of a sample, and yields samples. At each yield, the file must be at
+            the start of the next sample.
         options: As for ``StoredStream``.
 
     Attributes:
-        cuts: Finds where a shard can be split, for more readers; None: nowhere.
+        cuts: Function that finds offsets to split a shard at; None: no splitting.
     """
 
     cuts: ClassVar[Cuts | None] = None

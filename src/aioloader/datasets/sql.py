@@ -1,9 +1,9 @@
-"""Tables of databases: their rows by key, many at a time.
+"""Random access to rows of database tables, by key; one query reads a batch.
 
-Order is the order of the keys, sorted. Memory holds the keys (8 bytes each if integers)
-and the requested rows. One query reads the rows of a batch: from PostgreSQL, 1,024
-narrow ones take 8 us each, against 185 with one query each; 64 of 100 KB take 71 us,
-against 238.
+Rows are in the order of the sorted keys. Memory holds the keys (8 bytes each if
+integers) and the requested rows. Batches pay off: from PostgreSQL, a narrow row takes
+8 us in a query for 1,024, and 185 us alone; one of 100 KB takes 71 us among 64, and
+238 us alone.
 """
 
 import abc
@@ -63,15 +63,15 @@ if TYPE_CHECKING:
 RowKeys: TypeAlias = "np.ndarray[Any, Any] | list[Any]"
 T = TypeVar("T")
 
-# Keys that are decoded in one step of the event loop.
-_PAGE = 2000
-# Steps of SQLite's virtual machine between two looks at whether to stop.
-_STEPS = 10_000
-# A row of COPY's binary form with one int8, after a header; two bytes end it.
-_COPIED = np.dtype([("fields", ">i2"), ("length", ">i4"), ("key", ">i8")])
+# Keys to fetch per step, which are decoded on the event loop.
+_FETCH_ROWS = 2000
+# Steps of SQLite's virtual machine between checks whether the lookup was closed.
+_STEPS_PER_CHECK = 10_000
+# COPY's binary format for rows with one int8: a header, the rows, a trailer.
+_COPY_ROW = np.dtype([("fields", ">i2"), ("length", ">i4"), ("key", ">i8")])
 _HEADER_BYTES, _TRAILER_BYTES = 19, 2
-# asyncpg reads it as text, in the server's language.
-_DECIMALS = {"money": "{}::numeric", "_money": "{}::numeric[]"}
+# Casts of money, which asyncpg would read as text in the server's locale.
+_MONEY_CASTS = {"money": "{}::numeric", "_money": "{}::numeric[]"}
 __all__ = ["SQLFormat", "SQLRows"]
 
 Row: TypeAlias = dict[str, Any]
@@ -79,12 +79,10 @@ RowMapping: TypeAlias = Mapping[str, Any]
 
 
 class Lookup(abc.ABC):
-    """Finds rows in one table, for one event loop; may be used again after closing.
-
-    PostgreSQL is queried through a pool of asyncpg, on the loop; SQLite in threads.
+    """Finds rows in one table, for one event loop; can be used again after closing.
 
     At most ``connections`` queries run at once, and a lost connection must be restored
-    in ``deadline`` seconds. ``users`` counts how often the dataset was entered.
+    within ``deadline`` seconds. ``users`` counts how often the dataset was entered.
     """
 
     def __init__(
@@ -102,7 +100,7 @@ class Lookup(abc.ABC):
         self._selected = ", ".join((self._key, *wanted))
 
     async def list_keys(self) -> RowKeys:
-        """Return all keys, sorted, if each is there once and none is NULL."""
+        """Return all keys, sorted; raise an error if one is NULL or not unique."""
 
         async def attempt() -> RowKeys:
             keys = await self._list()
@@ -128,11 +126,11 @@ class Lookup(abc.ABC):
     async def _find(self, keys: Sequence[Any]) -> dict[Any, RowMapping]: ...
 
     @property
-    def _null(self) -> str:
-        """Return the query for a row without a key."""
+    def _null_key_query(self) -> str:
+        """Query that returns a row if a key is NULL."""
         return self._relation.select("1", f"WHERE {self._key} IS NULL LIMIT 1")
 
-    def _listed(self, key: str) -> str:
+    def _keys_query(self, key: str) -> str:
         order = f"WHERE {self._key} IS NOT NULL ORDER BY {self._key}"
         return self._relation.select(key, order)
 
@@ -140,7 +138,7 @@ class Lookup(abc.ABC):
         twice: list[Any] = []
         if isinstance(keys, np.ndarray):
             twice = keys[1:][keys[1:] == keys[:-1]].tolist()
-        # In a collation that ignores case, "a" may be between "A" and "A".
+        # If the collation ignores case, equal texts may be apart: "A", "a", "A".
         elif len(set(keys)) < len(keys):
             twice = [Counter(keys).most_common(1)[0][0]]
         if twice:
@@ -151,11 +149,11 @@ class Lookup(abc.ABC):
 
 
 class SQLiteLookup(Lookup):
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
-        self._begin()
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._reset()
 
-    def _begin(self) -> None:
+    def _reset(self) -> None:
         self._pool = ThreadPoolExecutor(self._connections, "aioloader-sql")
         self._idle: list[sqlite3.Connection] = []
         self._is_closed = threading.Event()
@@ -164,7 +162,7 @@ class SQLiteLookup(Lookup):
         """Interrupt running queries, disconnect, and join the threads."""
         pool, idle = self._pool, self._idle
         self._is_closed.set()
-        self._begin()
+        self._reset()
 
         def close() -> None:
             pool.shutdown()
@@ -173,15 +171,15 @@ class SQLiteLookup(Lookup):
 
         await in_thread(close)
 
-    async def _run(self, function: Callable[[sqlite3.Connection], T]) -> T:
-        """Return the result of a function of an idle connection, in a thread."""
+    async def _run_in_thread(self, function: Callable[[sqlite3.Connection], T]) -> T:
+        """Call ``function`` with an idle connection, in a thread."""
         idle, is_closed = self._idle, self._is_closed
 
         def run() -> T:
             try:
                 connection = idle.pop()
             except IndexError:
-                connection = self._connected(is_closed)
+                connection = self._connect(is_closed)
             try:
                 return function(connection)
             finally:
@@ -189,17 +187,17 @@ class SQLiteLookup(Lookup):
 
         return await in_thread(run, executor=self._pool, abandon_on_cancel=True)
 
-    def _connected(self, is_closed: threading.Event) -> sqlite3.Connection:
+    def _connect(self, is_closed: threading.Event) -> sqlite3.Connection:
         connection = sqlite3.connect(
             self._address.for_driver(),
             uri=True,
             isolation_level=None,
-            check_same_thread=False,  # one thread at a time; the last closes
+            check_same_thread=False,  # used by one thread at a time
         )
-        # A query ends within a millisecond after the closing.
-        connection.set_progress_handler(is_closed.is_set, _STEPS)
+        # It stops a query within a millisecond after `aclose`.
+        connection.set_progress_handler(is_closed.is_set, _STEPS_PER_CHECK)
         try:
-            connection.execute("PRAGMA schema_version")  # is it a database at all?
+            connection.execute("PRAGMA schema_version")  # fails if it is no database
             (page,) = connection.execute("PRAGMA page_size").fetchone()
             self._address.check_pages(page)
         except BaseException:
@@ -209,67 +207,67 @@ class SQLiteLookup(Lookup):
 
     async def _list(self) -> RowKeys:
         def list_(connection: sqlite3.Connection) -> RowKeys:
-            if connection.execute(self._null).fetchone():
+            if connection.execute(self._null_key_query).fetchone():
                 raise self._relation.key_error("NULL")
-            found = connection.execute(self._listed(self._key))
-            return compact(key for (key,) in found)
+            rows = connection.execute(self._keys_query(self._key))
+            return compact(key for (key,) in rows)
 
-        return await self._run(list_)
+        return await self._run_in_thread(list_)
 
     async def _find(self, keys: Sequence[Any]) -> dict[Any, RowMapping]:
         def find(connection: sqlite3.Connection) -> dict[Any, RowMapping]:
             limit = connection.getlimit(sqlite3.SQLITE_LIMIT_VARIABLE_NUMBER)
-            found: dict[Any, RowMapping] = {}
+            rows: dict[Any, RowMapping] = {}
             for start in range(0, len(keys), limit):
-                some = keys[start : start + limit]
-                among = f"WHERE {self._key} IN ({', '.join('?' * len(some))})"
-                sql = self._relation.select(self._selected, among)
-                cursor = connection.execute(sql, some)
+                chunk = keys[start : start + limit]
+                condition = f"WHERE {self._key} IN ({', '.join('?' * len(chunk))})"
+                sql = self._relation.select(self._selected, condition)
+                cursor = connection.execute(sql, chunk)
                 _, *names = (entry[0] for entry in cursor.description)
-                rows = cursor.fetchall()
-                part = {k: dict(zip(names, v, strict=True)) for k, *v in rows}
-                if len(part) < len(rows):
-                    self._check_unique([key for key, *_ in rows])
-                found |= part
-            return found
+                fetched = cursor.fetchall()
+                part = {k: dict(zip(names, v, strict=True)) for k, *v in fetched}
+                if len(part) < len(fetched):
+                    self._check_unique([key for key, *_ in fetched])
+                rows |= part
+            return rows
 
-        return await self._run(find)
+        return await self._run_in_thread(find)
 
 
 class PostgresLookup(Lookup):
-    """Rows of a server's table, through its own pool or a given one, left open."""
+    """Rows of a PostgreSQL table, through a new pool or the caller's."""
 
-    def __init__(self, *given: Any, pool: "asyncpg.Pool | None" = None) -> None:
-        super().__init__(*given)
-        self._given = self._pool = pool
+    def __init__(self, *args: Any, pool: "asyncpg.Pool | None" = None) -> None:
+        super().__init__(*args)
+        self._given_pool = self._pool = pool
         self._sql: str | None = None
 
     async def aclose(self) -> None:
-        """Disconnect, but leave a given pool open."""
-        pool, self._pool = self._pool, self._given
-        if pool is not None and pool is not self._given:
+        """Close the pool, unless it is the caller's."""
+        pool, self._pool = self._pool, self._given_pool
+        if pool is not None and pool is not self._given_pool:
             await pool.close()
 
     async def _list(self) -> RowKeys:
-        pool = await self._opened()
+        pool = await self._get_pool()
         async with pool.acquire() as connection, connection.transaction():
-            if await connection.fetchval(self._null):
+            if await connection.fetchval(self._null_key_query):
                 raise self._relation.key_error("NULL")
-            sql = self._listed(self._key)
-            asked = await connection.prepare(sql, name="")
-            if asked.get_attributes()[0].type.name in {"int2", "int4", "int8"}:
+            sql = self._keys_query(self._key)
+            statement = await connection.prepare(sql, name="")
+            if statement.get_attributes()[0].type.name in {"int2", "int4", "int8"}:
                 return await self._copy(connection)
             keys: list[Any] = []
             await connection.execute(f"DECLARE aioloader NO SCROLL CURSOR FOR {sql}")
-            while rows := await connection.fetch(f"FETCH {_PAGE} FROM aioloader"):
+            while rows := await connection.fetch(f"FETCH {_FETCH_ROWS} FROM aioloader"):
                 keys += [row[0] for row in rows]
             return compact(keys)
 
     async def _find(self, keys: Sequence[Any]) -> dict[Any, RowMapping]:
         try:
-            pool = await self._opened()
+            pool = await self._get_pool()
             if self._sql is None:
-                self._sql = await self._asked(pool)
+                self._sql = await self._prepare_query(pool)
             records = await pool.fetch(self._sql, keys)
         except OSError as exc:
             raise LostError(exc) from None
@@ -292,17 +290,17 @@ class PostgresLookup(Lookup):
                     name, label = names[number], self._address.label
                     raise infinite_error(self._relation, key, name, label)
             names.pop()
-        found: dict[Any, RowMapping]
-        found = {record[0]: dict(zip(names, record[1:])) for record in records}  # noqa: B905  (a flag may follow)
-        if len(found) < len(records):
+        rows: dict[Any, RowMapping]
+        rows = {record[0]: dict(zip(names, record[1:])) for record in records}  # noqa: B905  (a flag may follow)
+        if len(rows) < len(records):
             self._check_unique([record[0] for record in records])
-        return found
+        return rows
 
-    async def _opened(self) -> "asyncpg.Pool":
-        """Return the pool, which connects when it is used."""
+    async def _get_pool(self) -> "asyncpg.Pool":
+        """Return the pool; it connects at the first query."""
         if self._pool is None:
-            # Made without waiting, as it has no connection yet: so there is only one.
-            # With a pooler, a named statement may be that of another client.
+            # Without connections `create_pool` never waits, so no second pool is made.
+            # No cache: with a pooler, named statements may be another client's.
             self._pool = await import_asyncpg().create_pool(
                 self._address.for_asyncpg(),
                 min_size=0,
@@ -311,38 +309,38 @@ class PostgresLookup(Lookup):
             )
         return self._pool
 
-    async def _asked(self, pool: "asyncpg.Pool") -> str:
-        """Find the types of the columns, and return the query for rows by key."""
-        among = f"WHERE {self._key} = ANY($1)"
+    async def _prepare_query(self, pool: "asyncpg.Pool") -> str:
+        """Return the query for rows by key, with casts for the columns' types."""
+        condition = f"WHERE {self._key} = ANY($1)"
         async with pool.acquire() as connection, connection.transaction():
-            plain = self._relation.select(self._selected, among)
+            plain = self._relation.select(self._selected, condition)
             try:
-                asked = await connection.prepare(plain, name="")
+                statement = await connection.prepare(plain, name="")
             except import_asyncpg().UnsupportedClientFeatureError as exc:
                 text = f"{exc}; write CAST(its column AS TEXT) in a view"
                 raise ValueError(text) from None
-            found = asked.get_attributes()[1:]
-            types = {one.name: _short(one.type.name) for one in found}
-            unknown = [one for one in found if types[one.name] not in HANDLED_TYPES]
-            if nested := [one.name for one in unknown if one.type.kind != "scalar"]:
+            cols = statement.get_attributes()[1:]
+            types = {col.name: _internal_name(col.type.name) for col in cols}
+            unknown = [col for col in cols if types[col.name] not in HANDLED_TYPES]
+            if nested := [col.name for col in unknown if col.type.kind != "scalar"]:
                 parts = await connection.fetch(parts_query(self._relation, nested))
                 types |= types_by_parts(nested, parts)
-        exact = FLOAT_CASTS if self._relation.numeric == "float" else _DECIMALS
-        columns = {name: (kind, exact.get(kind, "")) for name, kind in types.items()}
+        casts = FLOAT_CASTS if self._relation.numeric == "float" else _MONEY_CASTS
+        columns = {name: (kind, casts.get(kind, "")) for name, kind in types.items()}
         selected = f"{self._key}, {selection(columns, self._relation.infinity)}"
-        return self._relation.select(selected, among)
+        return self._relation.select(selected, condition)
 
     async def _copy(self, connection: Any) -> RowKeys:
-        """Return integer keys, copied as one block of bytes."""
+        """Return integer keys, read as one block of bytes by COPY."""
         data = bytearray()
 
         async def add(piece: bytes) -> None:
             data.extend(piece)
 
-        sql = self._listed(f"{self._key}::int8")
+        sql = self._keys_query(f"{self._key}::int8")
         await connection.copy_from_query(sql, output=add, format="binary")
         body = memoryview(data)[_HEADER_BYTES : len(data) - _TRAILER_BYTES]
-        return np.frombuffer(body, _COPIED)["key"].astype(np.int64)
+        return np.frombuffer(body, _COPY_ROW)["key"].astype(np.int64)
 
 
 def import_asyncpg() -> Any:
@@ -355,12 +353,12 @@ def compact(keys: Iterable[Any]) -> RowKeys:
     is_whole = all(isinstance(key, (int, np.integer)) for key in keys)
     try:
         return np.array(keys, np.int64) if is_whole else keys
-    except OverflowError:  # a number may be larger
+    except OverflowError:  # an integer beyond 64 bits
         return keys
 
 
-def _short(name: str) -> str:
-    """Return PostgreSQL's own name of a type; names of arrays start with "_"."""
+def _internal_name(name: str) -> str:
+    """Return PostgreSQL's internal name of a type: ``_int4`` for ``int4[]``."""
     return f"_{name[:-2]}" if name.endswith("[]") else name
 
 
@@ -375,21 +373,21 @@ class _RowsOptions(TypedDict, total=False):
 class SQLRows(Dataset[Coroutine[Any, Any, Row]], LoopDataset):
     """Reads rows of a table by key, by ``async def __getitem__``, one query per batch.
 
-    A row is a dict of column name to Python value. Several event loops may read one
+    A row is a dict of column name to Python value. Several event loops can read one
     dataset at once, each with its own connections; a loader closes them (``aclose``).
-    It may be pickled if the URL has no password. There is no snapshot: each row is read
-    as it is at that moment.
+    A dataset can be pickled if the URL has no password. Rows are not read from a
+    snapshot: each has its values at the time of the query.
 
     Args:
-        url: ``sqlite:///path``, ``postgresql://user@host/name``, or the caller's own
-            pool of asyncpg, with which the loader needs ``loop="caller"``.
+        url: ``sqlite:///path``, ``postgresql://user@host/name``, or an asyncpg pool of
+            the caller, which needs a loader with ``loop="caller"``.
         table: ``name`` or ``schema.name``.
         key: A unique column without NULLs, which should have an index.
         columns: The columns to read, in order; default: all.
-        keys: The rows of the dataset, in order. Default: list them now, sorted, which
+        keys: Keys of the rows to read, in order. Default: list all now, sorted, which
             blocks; on an event loop use ``await SQLRows.discover(...)``.
-        connections: How many queries run at once.
-        deadline: Seconds in which a lost connection must be restored.
+        connections: Maximum number of concurrent queries.
+        deadline: Seconds within which a lost connection must be restored.
         numeric: As for ``SQLDataset``: ``"decimal"`` or ``"float"``.
         infinity: As for ``SQLDataset``: ``"error"`` or ``"null"``.
 
@@ -445,13 +443,10 @@ class SQLRows(Dataset[Coroutine[Any, Any, Row]], LoopDataset):
         key: str,
         **options: Unpack[_RowsOptions],
     ) -> Self:
-        """List a table without blocking the event loop, and return its dataset.
-
-        Arguments and errors are those of the class.
-        """
-        made = cls(url, table, key=key, keys=(), **options)
-        made._keys = await made._list()
-        return made
+        """Construct without blocking the event loop; arguments as for the class."""
+        dataset = cls(url, table, key=key, keys=(), **options)
+        dataset._keys = await dataset._list()
+        return dataset
 
     @property
     def keys(self) -> RowKeys:
@@ -472,24 +467,21 @@ class SQLRows(Dataset[Coroutine[Any, Any, Row]], LoopDataset):
 
         Raises:
             IndexError: If ``index`` is out of range.
-            ObjectNotFoundError: If the row was deleted.
-            DatasetError: If it cannot be read.
+            ObjectNotFoundError: If no row has the key.
+            DatasetError: If the row cannot be read.
         """
         (row,) = await self.__getitems__([index])
         return row
 
     async def __getitems__(self, indices: Sequence[SupportsIndex]) -> list[Row]:
-        """Read rows by one query, in the order of ``indices``, which may repeat.
-
-        Errors are those of ``__getitem__``.
-        """
+        """Read rows by one query, in the order of ``indices``, which may repeat."""
         keys = [self._key(index) for index in indices]
         self._check_loop()
-        found = await self._readers.here().find(list(dict.fromkeys(keys)))
+        rows = await self._readers.here().find(list(dict.fromkeys(keys)))
         try:
-            return [dict(found[key]) for key in keys]
+            return [dict(rows[key]) for key in keys]
         except KeyError:
-            missing = [key for key in dict.fromkeys(keys) if key not in found]
+            missing = [key for key in dict.fromkeys(keys) if key not in rows]
         more = f" (nor {len(missing) - 1:,} others)" if len(missing) > 1 else ""
         raise ObjectNotFoundError(
             f"{self._label} has no row with {self._relation.key} = {missing[0]!r}"
@@ -518,24 +510,24 @@ class SQLRows(Dataset[Coroutine[Any, Any, Row]], LoopDataset):
             await lookup.aclose()
 
     def _new_lookup(self) -> Lookup:
-        given = self._address, self._relation, *self._options
+        args = self._address, self._relation, *self._options
         if self._address.is_sqlite:
-            return SQLiteLookup(*given)
-        return PostgresLookup(*given, pool=self._pool)
+            return SQLiteLookup(*args)
+        return PostgresLookup(*args, pool=self._pool)
 
     def _check_loop(self) -> None:
-        """Check that a pool is used only on its own loop."""
+        """Raise a RuntimeError if the caller's pool belongs to another loop."""
         if self._pool is None:
             return
-        theirs = getattr(self._pool, "_loop", None)
-        if theirs not in {None, asyncio.get_running_loop()}:
+        pool_loop = getattr(self._pool, "_loop", None)
+        if pool_loop not in {None, asyncio.get_running_loop()}:
             raise RuntimeError(
                 "the asyncpg pool belongs to another event loop; pass loop='caller' to "
                 "the loader, or a URL instead of the pool; list keys with discover()"
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        """Refuse to pickle a pool; a password in the URL is refused by itself."""
+        """Refuse to pickle a pool; ``DatabaseURL`` refuses to pickle a password."""
         if self._pool is not None:
             raise pickle.PicklingError(
                 "SQLRows of an asyncpg pool belongs to its process; pass a URL instead"

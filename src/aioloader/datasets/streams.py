@@ -1,9 +1,9 @@
-"""Streams: datasets read from the front, shard by shard, and composed of steps.
+"""Streams: datasets that are read sequentially, and composed of steps.
 
-A stream is a description; iterating opens a cursor over it. Its methods return new
-streams. The order is a function of the seed, the epoch and the numbers of slots and of
-readers; its state is a position, small and independent of read-ahead. Memory holds the
-read-ahead (``max_bytes``) and, per reader, two windows of each ``shuffle``.
+A stream is a description: its methods return new streams, and iterating opens a cursor.
+The order depends on the seed, the epoch and the numbers of slots and readers only. A
+state is a position, small and independent of read-ahead. Memory holds the read-ahead
+(``max_bytes``) and, per reader, two windows of each ``shuffle``.
 """
 
 import operator
@@ -51,24 +51,24 @@ from aioloader.datasets.decoders import Decoder, DecoderSpec
 from aioloader.protocols import generator_of, is_async_function
 
 Sample_co = TypeVar("Sample_co", covariant=True)
-# Default bound of a cache, in bytes.
+# Default size limit of a cache.
 CACHE_BYTES = 10 << 30
 
 
 class Stream(Iterated[Sample_co]):
-    """A dataset for ``async for``; the base of its kinds and steps.
+    """A dataset for ``async for``; base class of all streams.
 
-    A loader reads it on its own loop, one block per batch; with ``fetch="workers"``
-    each worker reads its share. All ranks read all of it, unless the loader's ``rank``
-    or ``shard`` says otherwise.
+    A loader reads a stream on its own loop, one block per batch; with
+    ``fetch="workers"`` each worker reads its share. All ranks read all samples, unless
+    the loader's ``rank`` or ``shard`` divides them.
     """
 
     sources: "tuple[Stream[Any], ...]" = ()
 
-    if not TYPE_CHECKING:  # for checkers, any attribute would be right
+    if not TYPE_CHECKING:  # type checkers would accept any attribute
 
         def __getattr__(self, name: str) -> Any:
-            """Name the method for one that WebDataset or Hugging Face has."""
+            """Raise an error that names the equivalent of another library's method."""
             if name in METHODS:
                 kind = type(self).__name__
                 raise AttributeError(f"{kind} has no {name!r}: {METHODS[name]}")
@@ -78,11 +78,10 @@ class Stream(Iterated[Sample_co]):
     def map(
         self, function: Callable[[Any], Any], *, concurrency: int = 64
     ) -> "Stream[Any]":
-        """Return the stream of ``function(sample)``.
+        """Return the stream of ``function(sample)``, in order.
 
-        A coroutine function runs on the loop, ``concurrency`` samples at a time and in
-        order; a plain one in a thread. For worker processes, use the loader's
-        ``transform``.
+        A coroutine function runs on the loop, for ``concurrency`` samples at a time; a
+        plain one in a thread. For worker processes, use the loader's ``transform``.
         """
         check_at_least(concurrency, 1, "concurrency")
         _check_function(function, "async generator")
@@ -96,15 +95,15 @@ class Stream(Iterated[Sample_co]):
     def decode(self, *specs: DecoderSpec) -> "Stream[Any]":
         """Return the stream with bytes decoded by extension, in threads.
 
-        ``decode("torch")`` makes tensors of images, and values of ``cls``, ``json``,
-        ``txt``... Samples that cannot be decoded fail, as in ``map``.
+        ``decode("torch")`` decodes images to tensors, and ``cls``, ``json``, ``txt``...
+        to values. A sample that cannot be decoded fails, as in ``map``.
 
         Args:
             specs: As for ``Decoder``.
 
         Raises:
             ValueError: If a word is unknown.
-            ImportError: If images are to be decoded, and Pillow is not installed.
+            ImportError: If images need Pillow, and it is not installed.
         """
         decoder = Decoder(*specs)
         return _StepStream(self, Decoded, decoder.describe(), function=decoder)
@@ -122,8 +121,8 @@ class Stream(Iterated[Sample_co]):
     def shuffle(self, size: int, *, seed: int = 0) -> "Stream[Sample_co]":
         """Return the stream with each window of ``size`` samples permuted.
 
-        The permutation differs for each window and epoch. Interleave shards to mix
-        samples from more places into each window.
+        The permutation differs for each window and epoch. With ``interleave``, a window
+        has samples from several shards.
         """
         size = check_at_least(size, 1, "size")
         described = {"size": size, "seed": operator.index(seed)}
@@ -140,9 +139,9 @@ class Stream(Iterated[Sample_co]):
         return _StepStream(self, Skipped, {"count": count}, left=count)
 
     def repeat(self, times: int | None = None) -> "Stream[Sample_co]":
-        """Return the stream repeated ``times`` times.
+        """Return the stream repeated ``times`` times; default: endlessly.
 
-        Each pass is shuffled differently. Without ``times`` it is endless.
+        Each pass is shuffled differently.
         """
         times = None if times is None else check_at_least(times, 1, "times")
         return _RepeatedStream(self, times)
@@ -150,20 +149,19 @@ class Stream(Iterated[Sample_co]):
     def epoch_length(self, count: int) -> "Stream[Sample_co]":
         """Return the stream with epochs of ``count`` samples, of all ranks together.
 
-        It repeats as often as needed, so ranks with uneven shards have equal numbers of
-        batches, and none waits for another at the end. For that it must be the last
-        step: with ``on_error="skip"`` later samples then take the places of failed
-        ones. (If ranks take turns at a reader, the same ones must fail on each.) If the
+        The stream repeats as often as needed. So ranks with uneven shards have equal
+        numbers of batches, and none waits for another at the end of an epoch. This must
+        be the last step: with ``on_error="skip"``, later samples then replace failed
+        ones. (If ranks share a reader, the same samples must fail on each rank.) If the
         number of ranks does not divide ``count``, the loader's ``tail`` decides about
         the last samples.
 
-        A loader's next epoch, or one resumed from its state, continues where its last
-        one stopped, so that each reader reads every sample before it reads any again.
-        Shuffles depend on how often a reader has read everything, and on the number of
-        the loader's first epoch: ``set_epoch`` numbers later epochs, and changes
-        neither their samples nor their order. The number of ranks and workers stays
-        that of the first epoch. ``async for`` without a loader starts at the beginning
-        each time.
+        A loader's next epoch, even after a resume, continues where the last one
+        stopped: each reader reads every sample before it reads any again. Shuffles
+        depend on the number of passes of a reader, and on the number of the loader's
+        first epoch; ``set_epoch`` changes neither samples nor order of later epochs.
+        The numbers of ranks and workers stay those of the first epoch. ``async for``
+        without a loader starts at the beginning each time.
         """
         return _EpochStream(self.repeat(), check_at_least(count, 1, "count"))
 
@@ -176,13 +174,12 @@ class Stream(Iterated[Sample_co]):
     def unbatch(self) -> "Stream[Any]":
         """Return the stream of the items of each sample, one by one.
 
-        The reverse of ``batch``, also of tables, whose rows stay in columns. Samples
-        are lists, arrays, generators or other iterables; generators are read no further
-        than needed, in a thread. A sample without items adds nothing. A text, a dict,
-        or anything that is not iterable fails with a ``TypeError``; if an iterable
-        raises, the error replaces its remaining items. The position is a sample and a
-        count of its items: on resume, the items of one sample are made again, and must
-        be the same.
+        The reverse of ``batch``; rows of tables stay in columns. Samples are lists,
+        arrays, generators or other iterables. Generators run in a thread, no further
+        than needed. A sample that is a string, bytes, a dict or not iterable fails with
+        a ``TypeError``. If an iterable raises, the error replaces its remaining items.
+        A state has a position among the items of a sample: on resume, that sample's
+        items are generated again, and must be the same.
         """
         return _StepStream(self, Unbatched, {})
 
@@ -191,8 +188,8 @@ class Stream(Iterated[Sample_co]):
     ) -> "Stream[Any]":
         """Return the stream of the items of each ``function(sample)``, one by one.
 
-        It is ``map(function, concurrency=concurrency).unbatch()``: the function returns
-        a list, or another iterable; a generator function makes items when needed.
+        The short form of ``map(function, concurrency=concurrency).unbatch()``: the
+        function returns an iterable, or is a generator function.
         """
         return self.map(function, concurrency=concurrency).unbatch()
 
@@ -204,17 +201,17 @@ class Stream(Iterated[Sample_co]):
         Tokenizing runs in a thread, ``batch`` texts at a time, one batch in advance. A
         sample that is not text, or lacks the column, fails alone. On resume, texts are
         read again, but not tokenized again. A tokenizer is copied now, without its
-        padding; a state of a stream with another vocabulary or other settings is
-        refused, by a digest.
+        padding. A state holds a digest of vocabulary and settings, and is refused if
+        they differ.
 
         Args:
             tokenizer: A ``tokenizers.Tokenizer`` or one of ``implementations`` there; a
-                fast tokenizer of ``transformers``, which gives the ``input_ids`` of
-                ``tokenizer(texts)`` (both with special tokens, as int64); or a plain
-                function of a list of texts that returns a sequence of integers for
-                each, or a dict with these as ``input_ids``.
-            column: Name of the texts in samples that are rows or dicts.
-            batch: How many texts are tokenized at a time; no part of the state.
+                fast tokenizer of ``transformers``, called as ``tokenizer(texts)`` (both
+                add special tokens, and give int64); or a plain function of a list of
+                texts that returns a sequence of integers for each text, or a dict with
+                these as ``input_ids``.
+            column: Key or column of the text, for samples that are dicts or rows.
+            batch: Texts to tokenize at a time; not part of the state.
 
         Raises:
             TypeError: If ``tokenizer`` is none of these.
@@ -254,35 +251,35 @@ class Stream(Iterated[Sample_co]):
         shift: bool = True,
         seed: int = 0,
     ) -> "Stream[dict[str, Any]]":
-        """Return the stream of samples of ``length`` tokens, made of documents.
+        """Return the stream of samples of ``length`` tokens, packed from documents.
 
-        Documents are 1-D arrays, tensors or lists of integers, or dicts of such
-        ``input_ids`` and perhaps a ``loss_mask``, true where a token is to be
-        predicted. Samples are dicts of ``input_ids``, ``labels`` and ``position_ids``:
-        arrays of shape (length,), dtype int64. A label is the next token of the same
-        document; -100 at its last token, in padding, and where the mask is false.
-        Positions restart at each document and sample; padding counts as one.
+        Documents are 1-D arrays, tensors or lists of integers, or dicts with such
+        ``input_ids`` and an optional ``loss_mask``, true for tokens to predict. Samples
+        are dicts of ``input_ids``, ``labels`` and ``position_ids``: int64 arrays of
+        shape ``(length,)``. A label is the next token of the same document; -100 at its
+        last token, in padding, and where the mask is false. Positions restart at each
+        document and sample; padding counts as a document.
 
-        A sample that is not a document fails with a TypeError, KeyError or
-        ValueError. After a load, ``"concat"`` reads the documents of the open sample
-        again and at most 64 others, ``"best_fit"`` one window. (If user code then fails
-        for other documents of the window, its samples differ.)
+        A sample that is not a document fails with a TypeError, KeyError or ValueError.
+        On resume, ``"concat"`` reads the documents of the open sample and at most 64
+        others again, ``"best_fit"`` one window. (If user code then fails for different
+        documents of the window, its samples differ.)
 
         Args:
             length: Tokens per sample.
-            strategy: ``"concat"``: documents are concatenated and split;
-                ``"best_fit"``: each sample has whole documents and padding. These are
-                packed by window, and its samples come in a permuted order.
+            strategy: ``"concat"``: concatenate documents and split them;
+                ``"best_fit"``: fill samples with whole documents and padding, window by
+                window, and permute the samples of a window.
             window: Documents per window, for best fit.
-            bos: A token added before each document, never predicted.
-            eos: A token added after each document; it counts if the one before it does.
+            bos: Token to add before each document; it is never predicted.
+            eos: Token to add after each document; predicted if the last token is.
             overlong: What best fit does with documents of more than ``length`` tokens.
-            last: Whether concat drops an incomplete last sample, or pads it. Best fit
-                pads all samples.
-            pad: The token of padding.
-            shift: Whether labels are the next tokens; False: the tokens themselves, for
-                models that shift labels. A document's first token has the label -100.
-            seed: Seed of the order, for best fit; the order also depends on the epoch.
+            last: Whether concat drops or pads an incomplete last sample. Best fit pads
+                all samples.
+            pad: Token for padding.
+            shift: Whether labels are the next tokens. False: the tokens themselves, for
+                models that shift labels; a document's first token has the label -100.
+            seed: Seed of the permutation, for best fit; it also depends on the epoch.
 
         Raises:
             ValueError: If ``length`` or ``window`` is below 1, a word is unknown, or
@@ -314,14 +311,14 @@ class Stream(Iterated[Sample_co]):
     ) -> Self:
         """Return the stream with its shards' bytes cached in a directory.
 
-        Workers and other processes share it; the least recently used entries go first.
+        Processes share the directory; the least recently used entries are evicted.
 
         Raises:
-            TypeError: If it does not read from a store.
+            TypeError: If the stream does not read shards.
         """
         if not self.sources:
             raise TypeError(f"{self!r} reads no shards: cache the stream that does")
-        cached = tuple(one.cache(directory, max_bytes) for one in self.sources)
+        cached = tuple(stream.cache(directory, max_bytes) for stream in self.sources)
         return self._clone(sources=cached)
 
     def mix(
@@ -330,19 +327,19 @@ class Stream(Iterated[Sample_co]):
         weights: Weights | None = None,
         until: Until = "all",
     ) -> "Stream[Any]":
-        """Return the stream of this one's and other streams' samples, by weights.
+        """Return the stream of the samples of this and other streams, by weights.
 
-        The short form of ``aioloader.datasets.mix``, for streams without names: they
-        are called ``"0"`` (this one), ``"1"``... Its ranks and readers apply.
+        Short form of ``aioloader.datasets.mix`` for streams without names: this stream
+        is ``"0"``, the next ``"1"``... The ranks and readers of this stream apply.
         """
-        named = {str(at): one for at, one in enumerate((self, *others))}
+        named = {str(number): stream for number, stream in enumerate((self, *others))}
         return Mixture(named, weights, until)
 
 
-def _check_function(function: object, *unfit: str) -> None:
-    """Raise a TypeError unless a step can use what it returns, or generates."""
+def _check_function(function: object, *rejected: str) -> None:
+    """Raise a TypeError if it is not callable, or is a ``rejected`` generator."""
     check_is(function, Callable, "function", "callable")
-    if generator_of(function) in unfit:
+    if generator_of(function) in rejected:
         raise TypeError(
             f"function must return its result, and {qualname(function)!r} makes a "
             "generator"
@@ -350,19 +347,19 @@ def _check_function(function: object, *unfit: str) -> None:
 
 
 class _StepStream(Stream[Any]):
-    """A stream made of another one by a step, whose cursor is of the class ``step``.
+    """A stream with one more step, whose cursor is a ``step``.
 
-    ``described`` are the step's parameters that determine the samples; ``more`` are
-    others, and those that are described by their names.
+    ``described`` are the step's parameters for ``describe``; ``extras`` those that a
+    state does not depend on, and functions, which are described by their names.
     """
 
     def __init__(
-        self, upstream: Stream[Any], step: type[Step], described: State, **more: Any
+        self, upstream: Stream[Any], step: type[Step], described: State, **extras: Any
     ) -> None:
         super().__init__(upstream)
         self._described = described
         self._step = step
-        self._more = more
+        self._extras = extras
         self.is_endless &= step is not Taken
 
     @property
@@ -371,21 +368,21 @@ class _StepStream(Stream[Any]):
 
     async def open(self, reading: Reading, state: State) -> Cursor:
         upstream = await self.upstream.open(reading, state.get("up", {}))
-        parameters = {**self._described, **self._more}
+        parameters = {**self._described, **self._extras}
         return self._step(upstream, state, reading, **parameters)
 
     def total(self) -> int | None:
         return self.upstream.total() if self._step.is_one_to_one else None
 
     def carried(self, state: State, passed: int, share: ReaderShare) -> State | None:
-        """Return the beginning of the next epoch: this step starts over."""
+        """Return the next epoch's first state, in which this step starts over."""
         passed = passed + state.get("taken", 0) if self._step.is_one_to_one else 0
         up = self.upstream.carried(state.get("up", {}), passed, share)
         return None if up is None else {"up": up}
 
     def describe(self) -> State:
-        of = self.upstream.describe()
-        return {"kind": self._step.kind, **self._described, "of": of}
+        upstream = self.upstream.describe()
+        return {"kind": self._step.kind, **self._described, "of": upstream}
 
     def __repr__(self) -> str:
         first, *_ = *self._described.values(), None
@@ -400,14 +397,14 @@ class _RepeatedStream(_StepStream):
         self.continues = False
 
     async def open(self, reading: Reading, state: State) -> Cursor:
-        # Each pass is a separate epoch, also of a stream that has passes itself.
-        shift = 16 + 16 * _repeats(self)
+        # Each pass has its own epoch number, even if repeats are nested.
+        shift = 16 + 16 * _repeat_depth(self)
 
         async def open_pass(number: int, up: State) -> Cursor:
-            later = number << shift
-            epoch, begun = reading.epoch + later, reading.begun + later
-            here = replace(reading, epoch=epoch, begun=begun)
-            return await self.upstream.open(here, up)
+            offset = number << shift
+            epoch, begun = reading.epoch + offset, reading.begun + offset
+            pass_reading = replace(reading, epoch=epoch, begun=begun)
+            return await self.upstream.open(pass_reading, up)
 
         cursor = await open_pass(state.get("pass", 0), state.get("up", {}))
         return Repeated(cursor, state, reading, open_pass=open_pass, **self._described)
@@ -416,10 +413,10 @@ class _RepeatedStream(_StepStream):
         """Return None: each epoch starts with the first pass."""
 
 
-def _repeats(stream: Stream[Any]) -> int:
-    """Return how many repeats are within each other in a stream."""
+def _repeat_depth(stream: Stream[Any]) -> int:
+    """Return the maximum depth of nested repeats."""
     return isinstance(stream, _RepeatedStream) + max(
-        map(_repeats, stream.sources), default=0
+        map(_repeat_depth, stream.sources), default=0
     )
 
 
@@ -431,7 +428,7 @@ class _EpochStream(_StepStream):
         self.is_endless, self.continues = False, True
 
     async def open(self, reading: Reading, state: State) -> Cursor:
-        # To the source all epochs are one, so a pass is never shuffled again midway.
+        # The source sees one epoch, so that the shuffle never changes within a pass.
         whole = replace(reading, epoch=reading.begun)
         upstream = await self.upstream.open(whole, state.get("up", {}))
         count, real = reading.share.parts(self.total(), self._tail)
@@ -444,7 +441,7 @@ class _EpochStream(_StepStream):
         return EpochPart(upstream, state, reading, **parameters)
 
     def carried(self, state: State, passed: int, share: ReaderShare) -> State:
-        """Return the position after the last sample that was delivered."""
+        """Return the position after the last delivered sample."""
         if state.get("next") is not None:
             return {"up": state["next"]}
         left = share.parts(self.total(), self._tail)[1] - state.get("given", 0)
@@ -460,16 +457,9 @@ class _EpochStream(_StepStream):
 
 
 class Mixture(Stream[Any]):
-    """Several streams as one; the ranks and readers of the first one apply.
+    """Several streams as one; arguments and errors are those of ``mix``.
 
-    Args:
-        streams: The streams, by name.
-        weights: As for ``aioloader.datasets.mix``.
-        until: Whether it ends with ``"all"`` streams or with the ``"first"``.
-
-    Raises:
-        ValueError: If weights are wrong, or if a stream other than the first one has
-            separate ranks or readers.
+    The ranks and readers of the first stream apply.
     """
 
     def __init__(
@@ -479,32 +469,32 @@ class Mixture(Stream[Any]):
         until: Until,
     ) -> None:
         super().__init__(*streams.values())
-        for other in self.sources:
-            if other.ranks not in {None, self.ranks}:
-                raise ValueError(f"shard() applies to the mixture, not {other!r}")
-            if other.num_readers not in {None, self.num_readers}:
-                raise ValueError(f"readers() applies to the mixture, not {other!r}")
+        for stream in self.sources:
+            if stream.ranks not in {None, self.ranks}:
+                raise ValueError(f"shard() applies to the mixture, not {stream!r}")
+            if stream.num_readers not in {None, self.num_readers}:
+                raise ValueError(f"readers() applies to the mixture, not {stream!r}")
         self._names = [*streams]
         self._schedule = Schedule(self._names, weights, until)
         ends = all if until == "first" else any
-        self.is_endless: bool = ends(one.is_endless for one in self.sources)
+        self.is_endless: bool = ends(stream.is_endless for stream in self.sources)
 
-    def _each(self, state: State) -> Iterable[tuple[Stream[Any], State]]:
+    def _paired(self, state: State) -> Iterable[tuple[Stream[Any], State]]:
         states = state.get("up") or [{} for _ in self.sources]
         return zip(self.sources, states, strict=True)
 
     async def open(self, reading: Reading, state: State) -> Cursor:
-        """Return a cursor over those of all streams."""
-        cursors = [await one.open(reading, up) for one, up in self._each(state)]
+        """Open all streams, and return a cursor that mixes their samples."""
+        cursors = [await stream.open(reading, up) for stream, up in self._paired(state)]
         return Mixed(cursors, state, reading, self._schedule, self.ahead())
 
     def carried(self, state: State, _passed: int, share: ReaderShare) -> State | None:
-        """Return the beginning of the next epoch: the order starts over."""
-        ups = [one.carried(up, 0, share) for one, up in self._each(state)]
-        return {"up": [one or {} for one in ups]} if any(ups) else None
+        """Return the next epoch's first state, in which the mixture starts over."""
+        ups = [stream.carried(up, 0, share) for stream, up in self._paired(state)]
+        return {"up": [up or {} for up in ups]} if any(ups) else None
 
     def describe(self) -> State:
-        """Return how the streams are mixed, and their descriptions."""
+        """Return the parameters of the mixture, and the streams' descriptions."""
         return {
             "kind": "mix",
             "streams": [stream.describe() for stream in self.sources],
@@ -514,5 +504,5 @@ class Mixture(Stream[Any]):
         }
 
     def __repr__(self) -> str:
-        first, *others = map(repr, self.sources)
-        return f"{first}.mix({', '.join(others)})"
+        first, *rest = map(repr, self.sources)
+        return f"{first}.mix({', '.join(rest)})"

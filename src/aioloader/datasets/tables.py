@@ -1,7 +1,7 @@
-"""Streams of tables: Parquet files, Arrow files and databases, in columns.
+"""Streams of tables: Parquet, Arrow and CSV files, and databases.
 
-A row is a dict of column to value. A loader with the default collate function never
-makes rows: each batch is cut from the columns, and becomes one tensor per column.
+A row is a dict of values by column. A loader with the default collate function creates
+no rows: it slices batches from the columns, as one tensor per column.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -30,35 +30,36 @@ Row = dict[str, Any]
 def _format(module: str, name: str) -> Any:
     why = "Parquet and Arrow files need pyarrow"
     imported("pyarrow", "arrow", why)
-    made = imported(f"aioloader.datasets._arrow.{module}", "arrow", why)
-    return getattr(made, name)
+    implementation = imported(f"aioloader.datasets._arrow.{module}", "arrow", why)
+    return getattr(implementation, name)
 
 
 class ParquetDataset(StoredStream[Row]):
     """Streams rows from Parquet files; needs the extra ``arrow``.
 
-    Its shards are row groups. Only the bytes of the wanted columns are requested from
-    an object. The files are unified into one table like ``pyarrow.unify_schemas``: they
-    may differ in the order of columns, in the width of strings, lists and numbers, and
-    in columns that are all NULL. A missing column, a type incompatible with the others'
-    and a value that would change are errors that name the files; smaller floats of
-    ``schema`` are rounded, and infinite beyond their range, as in Arrow.
+    Shards are row groups. From a store, only the bytes of the selected columns are
+    read. Files are unified into one table, like ``pyarrow.unify_schemas``: they may
+    differ in the order of columns, in the width of strings, lists and numbers, and in
+    columns that are all NULL. A missing column, incompatible types, and values that
+    would change are errors that name the files. Only narrower floats in ``schema``
+    round values, to infinity beyond their range, as in Arrow.
 
-    Directories named ``key=value`` (``"year=2024/"``, as Hive, Spark and pyarrow write
-    them) are columns, after those of the files: int32 if all values are, or text, or of
-    the type in ``schema``. Files that ``filters`` on them leave out are not opened.
+    Directories named ``key=value`` (``"year=2024/"``, as by Hive, Spark and pyarrow)
+    add a column after those of the files: of the type in ``schema``, or int32 if all
+    values fit, or else text. Files that ``filters`` exclude by directory are not
+    opened.
 
     Args:
         addresses: Paths or URLs, such as ``"s3://bucket/{000..127}.parquet"``.
         columns: Names of the columns to read; default: those of ``schema``, or of the
             first file, with a warning if another has more.
-        nulls: Column to the value that replaces NULL; in other columns a NULL is
-            ``None``, which cannot be collated.
-        schema: A ``pyarrow.Schema`` with the columns and types for all files; columns
+        nulls: Replacements of NULL by column. In other columns a NULL is ``None``,
+            which cannot be collated.
+        schema: A ``pyarrow.Schema`` with the columns and types of all files; columns
             that a file lacks are NULL.
         filters: The rows to read, as in ``pyarrow.parquet``: an expression or a list
             such as ``[("year", ">", 2020)]``. Row groups are skipped by their
-            statistics, then rows are tested exactly. ``nulls`` apply afterwards.
+            statistics, and the other rows are tested. ``nulls`` apply afterwards.
         options: ``store``, ``store_options``, ``shuffle``, ``interleave``, ``cache``
             and all others of ``StoredStream``.
 
@@ -91,8 +92,8 @@ class ParquetDataset(StoredStream[Row]):
 class ArrowDataset(StoredStream[Row]):
     """Streams rows from Arrow IPC files and streams; needs the extra ``arrow``.
 
-    Its shards are record batches (of files) or whole files (of streams). Names of
-    directories are columns as for ``ParquetDataset``.
+    Shards are the record batches of IPC files, or whole IPC streams. Directory names
+    are columns, as for ``ParquetDataset``.
 
     Args:
         addresses: As for ``ParquetDataset``.
@@ -100,7 +101,7 @@ class ArrowDataset(StoredStream[Row]):
         nulls: As for ``ParquetDataset``.
         schema: As for ``ParquetDataset``.
         filters: As for ``ParquetDataset``, but nothing is skipped.
-        missing_end: As for ``TarDataset``: of streams, whose end has a mark.
+        missing_end: As for ``TarDataset``, for IPC streams without their end marker.
         options: As for ``ParquetDataset``.
 
     Raises:
@@ -135,27 +136,27 @@ class ArrowDataset(StoredStream[Row]):
 class CSVDataset(StoredStream[Row]):
     """Streams rows from CSV files; needs the extra ``arrow``.
 
-    Its shards are ranges of lines, or whole files that are compressed or may have
-    newlines in values. Types not given are inferred from the first lines of all files;
-    a line that cannot be read is one failed sample, which names its offset. Names of
-    directories are columns as for ``ParquetDataset``.
+    Shards are ranges of lines; or whole files, if they are compressed or may have
+    newlines in values. Types that are not given are inferred from the first lines of
+    all files. A line that cannot be parsed is one failed sample, whose error has the
+    offset. Directory names are columns, as for ``ParquetDataset``.
 
     Args:
-        addresses: Paths or URLs. Names that end in ``.gz``, ``.zst``, ``.bz2`` or
-            ``.lz4`` are decompressed.
+        addresses: Paths or URLs. Files named ``.gz``, ``.zst``, ``.bz2`` or ``.lz4``
+            are decompressed.
         columns: As for ``ParquetDataset``.
-        column_names: Names of the columns, for files whose first line has none.
-        column_types: Column to type: ``pyarrow.int8()``, or ``"int8"``.
+        column_names: Names of the columns, for files without a header line.
+        column_types: Types by column: ``pyarrow.int8()``, or ``"int8"``.
         schema: As for ``ParquetDataset``.
         nulls: As for ``ParquetDataset``.
         filters: As for ``ParquetDataset``, but nothing is skipped.
-        delimiter: Separates values; for this and the following see ``pyarrow.csv``.
-        quote_char: Encloses values, or ``False``.
-        escape_char: Precedes a literal character, or ``False``.
+        delimiter: Character between values; this and the next arguments are those of
+            ``pyarrow.csv``.
+        quote_char: Character around quoted values, or ``False``.
+        escape_char: Character before a literal character, or ``False``.
         newlines_in_values: Whether quoted values may have newlines.
-        null_values: Spellings of NULL; default: the empty value, ``NULL``, ``NaN`` and
-            such.
-        strings_can_be_null: Whether they apply to text columns too.
+        null_values: Spellings of NULL; default: empty, ``NULL``, ``NaN``...
+        strings_can_be_null: Whether ``null_values`` apply to text columns, too.
         options: As for ``ParquetDataset``.
 
     Raises:
@@ -205,9 +206,8 @@ class CSVDataset(StoredStream[Row]):
 class SQLDataset(ShardedStream[Row]):
     """Streams rows of a table or query by ranges of a key; needs the extra ``sql``.
 
-    Its shards are ranges of the key, read in parallel in one snapshot of the database.
-    A state holds the last key, because a snapshot does not outlive its session: a
-    resumed run sees the database as it is then.
+    Shards are ranges of the key, read in parallel from one snapshot of the database. A
+    resumed run reads a new snapshot, after the last key.
 
     Args:
         url: ``sqlite:///path`` or ``postgresql://user@host/name``; for a Unix socket
@@ -217,13 +217,13 @@ class SQLDataset(ShardedStream[Row]):
         columns: The columns to read, in order; default: all.
         parameters: Values for the placeholders of a query, ``$1`` for PostgreSQL and
             ``?`` for SQLite.
-        partitions: Number of ranges of the key; or the keys to split at, so that ranks
-            and later runs have the same ranges even if rows are written in between.
-        deadline: Seconds in which a lost connection must be restored.
-        numeric: Type for PostgreSQL's ``numeric`` and ``money``: ``"decimal"``, with
-            all digits, which has no tensor form; or ``"float"``, the nearest one.
-        infinity: Treatment of its infinite dates: ``"error"``, a failed sample that
-            names the row's key, or ``"null"``.
+        partitions: Number of ranges of the key. Or the keys to split at, so that ranks
+            and later runs have the same ranges even if rows are inserted.
+        deadline: Seconds within which a lost connection must be restored.
+        numeric: Type for PostgreSQL's ``numeric`` and ``money``: ``"decimal"``, which
+            keeps all digits but cannot become a tensor; or ``"float"``, the nearest.
+        infinity: How to read PostgreSQL's infinite dates: ``"error"``, as a failed
+            sample that names the row's key, or ``"null"``.
         order: ``shuffle``, ``seed``, ``interleave``, ``deterministic`` and
             ``max_bytes`` of ``ShardedStream``.
 

@@ -1,9 +1,8 @@
 """Token files: samples of a fixed length for language models, and their writer.
 
-Order is the order of the tokens: sample ``k`` starts at token ``k * length``. No index
-is built, so a file of any size opens at once. A local file is mapped: memory holds what
-the system caches of it, and no more than the batch in this process. Of a store only the
-samples' ranges are read.
+Samples are in the order of the tokens: sample ``k`` starts at token ``k * length``. No
+index of samples is built, so a file of any size opens at once. A local file is memory
+mapped; from a store, each sample is read by a ranged request.
 """
 
 import asyncio
@@ -68,47 +67,47 @@ if TYPE_CHECKING:
 
 
 FindFile: TypeAlias = Callable[..., TokenFile]
-_NAMES = "input_ids", "labels", "position_ids"
-_ADVISES = hasattr(mmap, "MADV_WILLNEED")
-# Tokens of a sample or document that is made on the event loop; others in a thread.
-_LIGHT = 1 << 16
-_MOST = np.iinfo(np.int64).max
-# Bytes of an index that are read ahead of its copy.
-_INDEX_BUDGET = 16 << 20
+_FIELDS = "input_ids", "labels", "position_ids"
+_HAS_MADVISE = hasattr(mmap, "MADV_WILLNEED")
+# Longer samples and documents are processed in a thread, not on the event loop.
+_MAX_INLINE_TOKENS = 1 << 16
+_MAX_TOKEN = np.iinfo(np.int64).max
+# Bytes of an index to read ahead while it is copied.
+_INDEX_READ_AHEAD = 16 << 20
 
 
 class TokenDataset(Dataset[Any]):
     """Reads samples of ``length`` tokens from one file, map-style.
 
-    The file is a run of integers, or Megatron's ``.bin`` with its ``.idx``. Sample
-    ``k`` is tokens ``k * length`` to ``(k + 1) * length``, as a dict of ``input_ids``,
-    ``labels`` and ``position_ids``, int64, shape ``(length,)``. A label is the next
-    token, also of a sample's last one: so there are ``(tokens - 1) // length`` samples,
-    and up to ``length`` tokens at the end are in none. The label is -100 where a
-    document ends, and positions restart at each document and sample.
+    The file is a sequence of integers, or Megatron's ``.bin`` with its ``.idx``. Sample
+    ``k`` has the tokens ``k * length`` to ``(k + 1) * length``, as a dict of
+    ``input_ids``, ``labels`` and ``position_ids``, int64, shape ``(length,)``. A label
+    is the next token; the last label is the token after the sample. So there are
+    ``(tokens - 1) // length`` samples, and up to ``length`` tokens at the end are
+    unused. The label is -100 where a document ends; positions restart at each document
+    and sample.
 
-    A local file is mapped when the first sample is read; ``__getitem__`` is a plain
+    A local file is mapped when the first sample is read, and ``__getitem__`` is a plain
     method. From a URL, each sample is read by a ranged request, and ``__getitem__`` is
-    a coroutine; each process copies the ``.idx`` to a temporary file (20 bytes a
-    document). A dataset may be pickled, and read by several threads, event loops and
+    a coroutine; each process copies the ``.idx`` to a temporary file (20 bytes per
+    document). A dataset can be pickled, and shared by threads, event loops and
     processes.
 
     Args:
-        path: A path or URL: of the tokens, or of a ``.bin`` or ``.idx``, whose ending
-            may be left out.
-        length: Tokens of a sample.
-        dtype: Type of the tokens, such as ``"uint16"``; not needed with an ``.idx``, or
-            with the sidecar that ``TokenWriter`` writes.
-        eos: The token that ends each document. Default: documents end as the ``.idx``
-            says, or with the token in the sidecar; without both, all is one document.
-        store: What ``path`` is relative to: as for ``ObjectDataset``.
+        path: Path or URL of the tokens; ``.bin`` or ``.idx`` may be omitted.
+        length: Tokens per sample.
+        dtype: Type of the tokens, such as ``"uint16"``; not needed with an ``.idx`` or
+            the sidecar of ``TokenWriter``.
+        eos: The token that ends each document. Default: the ``.idx`` or the sidecar
+            decides; without them, the file is one document.
+        store: Base of a relative ``path``; as for ``ObjectDataset``.
         store_options: Options of the store that a URL names.
-        requests: How requests that fail or stall are treated.
+        requests: Timeouts and retries of requests.
 
     Raises:
-        ValueError: If ``length`` is below 1, the type is unknown or not an integer
-            type, the file ends inside a token, or the ``.idx`` is cut short, in another
-            format, or of another file.
+        ValueError: If ``length`` is below 1, ``dtype`` is unknown or not an integer
+            type, the file ends within a token, or the ``.idx`` is truncated, has
+            another format, or belongs to another file.
         DatasetError: If a file is missing or cannot be read.
 
     Example:
@@ -123,12 +122,12 @@ class TokenDataset(Dataset[Any]):
     def __new__(
         cls, path: Any = "", *_args: Any, store: Any = None, **_options: Any
     ) -> Self:
-        """Make the class of a path: of a file, or of a store's object."""
-        kind: Any = cls
+        """Create a dataset of the class for ``path``: a local file or an object."""
+        subclass: Any = cls
         if cls is TokenDataset and not _is_file(path, store):
-            kind = _StoredTokens
-        made: Self = super().__new__(kind)
-        return made
+            subclass = _StoredTokens
+        dataset: Self = super().__new__(subclass)
+        return dataset
 
     @names_options
     def __init__(  # noqa: PLR0913  (keywords, each of one thing)
@@ -144,15 +143,12 @@ class TokenDataset(Dataset[Any]):
     ) -> None:
         check_is(path, (str, os.PathLike), "path", "a path or URL")
         self.length: int = check_at_least(length, 1, "length")
-        self._mapped: Buffer = b""
+        self._token_bytes: Buffer = b""
         self._maps: list[tuple[Buffer, TokenFile | Index]] = []
         self._tokens: Array | None = None
         self._documents: Documents | None = None
-        find = partial(
-            TokenFile.find,
-            dtype=dtype,
-            eos=None if eos is None else operator.index(eos),
-        )
+        eos = None if eos is None else operator.index(eos)
+        find = partial(TokenFile.find, dtype=dtype, eos=eos)
         options = hidden(store_options)
         self._file = self._find(find, path, store, options, policy_of(requests))
 
@@ -169,10 +165,7 @@ class TokenDataset(Dataset[Any]):
         store_options: Mapping[str, Any] | None = None,
         requests: Requests | None = None,
     ) -> Self:
-        """Look at the files of a store without blocking the event loop.
-
-        Arguments and errors are those of the class.
-        """
+        """Construct without blocking the event loop; arguments as for the class."""
         make = partial(cls, path, length, dtype, eos, store=store)
         make = partial(make, store_options=store_options, requests=requests)
         return await in_thread(make, abandon_on_cancel=True)
@@ -184,7 +177,7 @@ class TokenDataset(Dataset[Any]):
 
     @property
     def eos(self) -> int | None:
-        """The token that ends documents, as given or in the sidecar, if any does."""
+        """The token that ends documents, from the argument or the sidecar, or None."""
         return self._file.eos
 
     def __len__(self) -> int:
@@ -197,11 +190,11 @@ class TokenDataset(Dataset[Any]):
             index: Number of the sample; negative ones count from the end.
 
         Returns:
-            The arrays by name, owned by the caller; of a URL a coroutine of them.
+            The arrays by name, owned by the caller; from a URL, a coroutine of them.
 
         Raises:
             IndexError: If ``index`` is out of range.
-            DatasetError: If it cannot be read.
+            DatasetError: If the sample cannot be read.
             ValueError: If a token is above int64's limit.
         """
         (sample,) = self.__getitems__([index])
@@ -211,19 +204,20 @@ class TokenDataset(Dataset[Any]):
         """Read the samples of a batch, in the order of ``indices``."""
         starts = [self._start(index) for index in indices]
         tokens = self._map() if self._tokens is None else self._tokens
-        for mapped, known in self._maps:
-            # Reading beyond the end of a file that was cut would kill the process.
+        for mapped, file in self._maps:
+            # Reading past the end of a file that was truncated would kill the process.
             size = mapped.size() if isinstance(mapped, mmap.mmap) else 0
-            if size != known.version.size:
-                now = known.version._replace(size=size)
-                raise changed(known.address, known.version, now)
+            if size != file.version.size:
+                current = file.version._replace(size=size)
+                raise changed(file.address, file.version, current)
         length, itemsize = self.length + 1, tokens.itemsize
-        for at in starts:
-            _announce(self._mapped, at * itemsize, length * itemsize)
-        return self._samples([tokens[at : at + length] for at in starts], starts)
+        for start in starts:
+            _prefetch(self._token_bytes, start * itemsize, length * itemsize)
+        windows = [tokens[start : start + length] for start in starts]
+        return self._samples(windows, starts)
 
     def describe(self) -> dict[str, Any]:
-        """Return what samples depend on."""
+        """Return what determines the samples."""
         return {
             "kind": "TokenDataset",
             "length": self.length,
@@ -233,11 +227,11 @@ class TokenDataset(Dataset[Any]):
         }
 
     async def __aenter__(self) -> Self:
-        """Keep a store's connections and copies until the exit; a loader does this."""
+        """Keep a store's connections until the exit; a loader does this."""
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
-        """Release them."""
+        """Close the connections."""
 
     def _find(
         self,
@@ -247,7 +241,7 @@ class TokenDataset(Dataset[Any]):
         options: StoreOptions,
         policy: Requests,  # noqa: ARG002  (files are not retried)
     ) -> TokenFile:
-        """Return what ``find`` finds at a path."""
+        """Return the file that ``find`` finds at ``path``."""
         if not _is_file(path, store):
             raise TypeError(
                 f"{type(self).__name__} derives from the class for files: to read a "
@@ -261,27 +255,27 @@ class TokenDataset(Dataset[Any]):
         def read(path: str, start: int, stop: int) -> bytes:
             return read_local(path, start, stop, None)[0]
 
-        return find(name, version_of=_version, read=read)
+        return find(name, version_of=_version_of, read=read)
 
     def _start(self, index: SupportsIndex) -> int:
         return position_of(index, len(self)) * self.length
 
     def _samples(self, windows: Sequence[Array], starts: Sequence[int]) -> "TokenRows":
-        """Return the samples of windows, each with the next token at its end.
+        """Return the samples of windows of ``length + 1`` tokens.
 
-        ``starts`` are the windows' first tokens, as numbers in the file.
+        ``starts`` are the positions of the windows in the file, in tokens.
         """
         length, eos = self.length, self._file.eos
         inputs = np.empty((len(windows), length), np.int64)
         if not windows:
-            return TokenRows(dict.fromkeys(_NAMES, inputs))
+            return TokenRows(dict.fromkeys(_FIELDS, inputs))
         following = np.empty(len(windows), np.int64)
         for row, window in enumerate(windows):
-            if window.dtype == np.uint64 and (most := window.max()) > _MOST:
-                at = starts[row] + int(window.argmax())
+            if window.dtype == np.uint64 and (largest := window.max()) > _MAX_TOKEN:
+                number = starts[row] + int(window.argmax())
                 raise ValueError(
-                    f"token {at:,} of {self._label()!r} is {most:,}, which is above "
-                    "int64's limit; pass the dtype that the file was written with"
+                    f"token {number:,} of {self._label()!r} is {largest:,}, which is "
+                    "above int64's limit; pass the dtype that the file was written with"
                 )
             inputs[row], following[row] = window[:-1], window[-1]
         tokens = inputs.reshape(-1)
@@ -290,37 +284,37 @@ class TokenDataset(Dataset[Any]):
         if (documents := self._documents) is not None:
             ends = np.array(
                 [
-                    first + at
+                    first + end
                     for first, start in zip(begin.tolist(), starts, strict=True)
-                    for at in documents.between(start, start + length)
+                    for end in documents.between(start, start + length)
                 ],
                 np.int64,
             )
         elif eos is not None:
             ends = np.flatnonzero(tokens == eos) + 1
         if len(ends):
-            # The next token of one that ends with a sample is another document's.
+            # If a document ends with a sample, the next token is of another document.
             following[ends[ends % length == 0] // length - 1] = IGNORED
             begin = np.sort(np.concatenate([begin, ends[ends < len(tokens)]]))
         sizes = np.diff(begin, append=len(tokens)).tolist()
         return TokenRows(samples_of(tokens, sizes, following.tolist()))
 
     def _map(self) -> Array:
-        """Map the file, and return its tokens; a fork of this process shares them."""
+        """Map the file and its index, and return the tokens; forks share the maps."""
         file = self._file
         parts: list[TokenFile | Index] = [file]
         if file.index is not None:
             parts.append(file.index)
-        self._maps = [(_mapped(part.address, part.version), part) for part in parts]
+        self._maps = [(_map_file(part.address, part.version), part) for part in parts]
         if file.index is not None:
             self._documents = Documents(self._maps[1][0], file.index)
-        self._mapped = self._maps[0][0]
-        self._tokens = np.frombuffer(memoryview(self._mapped), file.dtype)
+        self._token_bytes = self._maps[0][0]
+        self._tokens = np.frombuffer(memoryview(self._token_bytes), file.dtype)
         return self._tokens
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = {**self.__dict__, "_tokens": None, "_documents": None}
-        return {**kept, "_mapped": b"", "_maps": []}
+        state = {**self.__dict__, "_tokens": None, "_documents": None}
+        return {**state, "_token_bytes": b"", "_maps": []}
 
     def __repr__(self) -> str:
         return f"TokenDataset({self._label()!r}, {self.length}, {len(self):,} samples)"
@@ -330,7 +324,7 @@ class TokenDataset(Dataset[Any]):
 
 
 class TokenRows(Sequence[dict[str, Array]]):
-    """The samples of a batch, as rows of arrays of shape (samples, length)."""
+    """The samples of a batch: rows of arrays of shape ``(samples, length)``."""
 
     def __init__(self, arrays: dict[str, Array]) -> None:
         self._arrays = arrays
@@ -339,17 +333,17 @@ class TokenRows(Sequence[dict[str, Array]]):
         return len(self._arrays["input_ids"])
 
     def __getitem__(self, index: Any) -> Any:
-        """Return one sample, or those of a slice."""
-        found = {name: array[index] for name, array in self._arrays.items()}
-        return TokenRows(found) if isinstance(index, slice) else found
+        """Return one sample, or the samples of a slice."""
+        rows = {name: array[index] for name, array in self._arrays.items()}
+        return TokenRows(rows) if isinstance(index, slice) else rows
 
     def collate(self) -> dict[str, torch.Tensor]:
-        """Return the batch, as ``default_collate`` would: without another copy."""
-        return {name: torch.from_numpy(one) for name, one in self._arrays.items()}
+        """Return the same batch as ``default_collate``, without copying."""
+        return {name: torch.from_numpy(array) for name, array in self._arrays.items()}
 
 
 class _StoredTokens(TokenDataset, HasLifespan):
-    """The samples of an object; a loader enters it on each loop that reads."""
+    """Token file in a store; a loader enters it on each loop that reads."""
 
     # Without this, `for x in dataset` would never end: IndexError comes when awaited.
     __iter__: ClassVar[None] = None
@@ -359,10 +353,11 @@ class _StoredTokens(TokenDataset, HasLifespan):
         start, file, length = self._start(index), self._file, self.length
         if file.index is not None and self._documents is None:
             await self._fetch_index(file.index)
-        begin, end = (at * file.dtype.itemsize for at in (start, start + length + 1))
+        itemsize = file.dtype.itemsize
+        begin, end = start * itemsize, (start + length + 1) * itemsize
         data = await self._storage.read(file.address, begin, end, file.version)
         windows = [np.frombuffer(memoryview(data), file.dtype)]
-        is_quick = length <= _LIGHT
+        is_quick = length <= _MAX_INLINE_TOKENS
         (sample,) = await in_thread(self._samples, windows, [start], is_quick=is_quick)
         return sample
 
@@ -376,16 +371,16 @@ class _StoredTokens(TokenDataset, HasLifespan):
     ) -> TokenFile:
         (address,) = sealed(path)
         self._storage = storage = Storage(store, options, policy, None, [address])
-        self._turns = PerLoop(asyncio.Lock)
-        known: dict[str, Version] = {}
+        self._lock = PerLoop(asyncio.Lock)
+        seen: dict[str, Version] = {}
         with start_blocking_portal() as portal:
 
             def look(address: str) -> Version:
-                return known.setdefault(address, portal.call(storage.version, address))
+                return seen.setdefault(address, portal.call(storage.version, address))
 
             def read(address: str, start: int, stop: int) -> bytes:
-                given = (address, start, stop, known[address])
-                return portal.call(storage.part, *given)[0]
+                args = (address, start, stop, seen[address])
+                return portal.call(storage.part, *args)[0]
 
             try:
                 return find(address, version_of=look, read=read)
@@ -393,17 +388,17 @@ class _StoredTokens(TokenDataset, HasLifespan):
                 portal.call(storage.aclose)
 
     async def _fetch_index(self, index: Index) -> None:
-        """Copy the index to a temporary file, once for all samples that need it."""
-        async with self._turns.here():
+        """Copy the index to a temporary file; other reads on this loop wait for it."""
+        async with self._lock.here():
             if self._documents is not None:
                 return
-            known = ExpectedVersion(index.version)
-            source = self._storage.open(index.address, 0, _INDEX_BUDGET, known)
+            expected = ExpectedVersion(index.version)
+            source = self._storage.open(index.address, 0, _INDEX_READ_AHEAD, expected)
             file = await in_thread(tempfile.TemporaryFile)
             try:
                 while memoryview(piece := await source.read()):
                     await in_thread(file.write, piece)
-                self._documents = await in_thread(_copied, file, index)
+                self._documents = await in_thread(_map_copy, file, index)
             finally:
                 await source.aclose()
                 await in_thread(file.close)
@@ -427,41 +422,38 @@ def _is_file(path: Any, store: Any) -> bool:
     return isinstance(root, (str, os.PathLike)) and is_local(os.fsdecode(root))
 
 
-def _version(path: str) -> Version:
+def _version_of(path: str) -> Version:
     return read_local(path, -1, 0, None)[1]
 
 
-def _mapped(path: str, version: Version) -> Buffer:
-    """Return the bytes of a file, which must have its length and time, if known."""
+def _map_file(path: str, version: Version) -> Buffer:
+    """Map a file; raise a DatasetError if it has changed since ``version``."""
     try:
         with open(path, "rb") as file:  # noqa: PTH123
-            found = version_of_file(file.fileno())
-            if not found.is_of(version):
-                raise changed(path, version, found)
-            return _map(file.fileno()) if found.size else b""
+            current = version_of_file(file.fileno())
+            if not current.is_of(version):
+                raise changed(path, version, current)
+            return _map_descriptor(file.fileno()) if current.size else b""
     except OSError as error:
         raise file_failure(path, error) from error
 
 
-def _map(descriptor: int) -> mmap.mmap:
+def _map_descriptor(descriptor: int) -> mmap.mmap:
     mapped = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
-    if _ADVISES:
-        # Else a page that is not cached is read with megabytes around it.
+    if _HAS_MADVISE:
+        # Without it, the system reads megabytes around each page that is not cached.
         mapped.madvise(mmap.MADV_RANDOM)
     return mapped
 
 
-def _copied(file: Any, index: Index) -> Documents:
+def _map_copy(file: Any, index: Index) -> Documents:
     file.flush()
-    return Documents(_map(file.fileno()), index)
+    return Documents(_map_descriptor(file.fileno()), index)
 
 
-def _announce(mapped: Buffer, start: int, length: int) -> None:
-    """Let the system read some bytes, if they are not cached, before they are used.
-
-    So a batch waits once for the disk, not once for each page.
-    """
-    if _ADVISES and isinstance(mapped, mmap.mmap):
+def _prefetch(mapped: Buffer, start: int, length: int) -> None:
+    """Ask the system to read a range in advance: a batch waits for the disk once."""
+    if _HAS_MADVISE and isinstance(mapped, mmap.mmap):
         offset = start % mmap.PAGESIZE
         mapped.madvise(mmap.MADV_WILLNEED, start - offset, length + offset)
 
@@ -469,22 +461,22 @@ def _announce(mapped: Buffer, start: int, length: int) -> None:
 class TokenWriter:
     """Writes documents of tokens to one file, as ``TokenDataset`` reads it.
 
-    A context manager like ``TarWriter``. Flat files are a run of little-endian
-    integers, which other libraries map, too; ``format="megatron"`` makes a ``.bin`` and
-    the ``.idx`` of Megatron, with one sequence for each document. Next to it is
-    ``FILE.json``, its sidecar. The file is visible when it is whole. A writer opened
-    where another one ended early resumes, also after a crash: pass it the same
-    documents, from number ``next_sample`` on. An upload to a store starts over.
-    Memory holds ``save_bytes``. One writer at a time.
+    A context manager like ``TarWriter``. A flat file is a sequence of little-endian
+    integers, which other libraries can map. ``format="megatron"`` writes Megatron's
+    ``.bin`` and ``.idx``, with one sequence per document. The sidecar ``FILE.json`` is
+    next to the file. Readers see the file once it is complete. After a crash or an
+    error, a new writer for the same path resumes: pass it the same documents, from
+    number ``next_sample`` on. An upload to a store starts over. The writer buffers
+    ``save_bytes`` in memory. Run one writer at a time.
 
     Args:
         path: A path or URL, such as ``"train.bin"``.
         dtype: Type of the tokens in the file, such as ``"uint16"``.
         format: ``"flat"`` or ``"megatron"``.
-        eos: A token that is added to each document, at its end.
-        metadata: The documents' origin, JSON-serialisable: it is stored, and writing
-            resumes only with the same.
-        save_bytes: Bytes after which what was written counts, if the writer is killed.
+        eos: A token to append to each document.
+        metadata: The documents' origin, JSON-serialisable. It is stored, and writing
+            resumes only with equal metadata.
+        save_bytes: Bytes between saves; a killed writer resumes at the last save.
         store_options: Options of the store that a URL names.
 
     Attributes:
@@ -492,8 +484,8 @@ class TokenWriter:
         tokens: Number of tokens in the documents before it.
 
     Raises:
-        ImportError: If a store is written to, and obstore is not installed.
-        TypeError: If ``metadata`` cannot be stored as JSON.
+        ImportError: If ``path`` is in a store, and obstore is not installed.
+        TypeError: If ``metadata`` is not JSON-serialisable.
         ValueError: If an argument is wrong.
 
     Example:
@@ -539,42 +531,42 @@ class TokenWriter:
         self._sidecar = Sidecar(format, self._dtype.name, self._eos, made_of)
         self.next_sample: int = 0
         self.tokens: int = 0
-        self._turns = asyncio.Lock()
+        self._lock = asyncio.Lock()
         self._is_open = self._is_finished = False
         self._begin()
 
     def _begin(self) -> None:
-        """Forget the documents that were not saved."""
-        self._waiting: list[Array] = []
-        self._waiting_bytes = 0
+        """Discard the documents that are not saved."""
+        self._pending: list[Array] = []
+        self._pending_bytes = 0
         self._sizes = array("i")
 
     async def __aenter__(self) -> Self:
-        """Find what is already written.
+        """Open the file, and find the documents that are already written.
 
         Raises:
-            StateMismatchError: If it was made of something else, or not by a writer, or
-                another writer is open.
-            DatasetError: If the store refuses.
+            StateMismatchError: If the file has other settings or metadata, was not made
+                by a writer, or has another open writer.
+            DatasetError: If the store fails.
         """
         sink = self._sink
         try:
-            found = self._resumed(*await sink.open())
+            sidecar = self._resumed(*await sink.open())
             if not self._is_finished:
-                num_bytes = found.tokens * self._dtype.itemsize
-                if not await sink.begin(num_bytes, found.documents):
-                    found = self._sidecar
-                await sink.append(b"", b"", found.dump())
+                num_bytes = sidecar.tokens * self._dtype.itemsize
+                if not await sink.begin(num_bytes, sidecar.documents):
+                    sidecar = self._sidecar
+                await sink.append(b"", b"", sidecar.dump())
         except BaseException:
             await sink.aclose()
             raise
-        self.next_sample, self.tokens = found.documents, found.tokens
+        self.next_sample, self.tokens = sidecar.documents, sidecar.tokens
         self._begin()
         self._is_open = True
         return self
 
     def _resumed(self, text: bytes | None, is_finished: bool) -> Sidecar:  # noqa: FBT001
-        """Return how far an earlier writer got, by its sidecar."""
+        """Return the sidecar to continue from: an earlier writer's, or a new one."""
         self._is_finished = is_finished
         if text is not None:
             return self._sidecar.resumed(text, self._sink.label)
@@ -588,19 +580,20 @@ class TokenWriter:
     async def write(self, tokens: npt.ArrayLike) -> None:
         """Write one document; concurrent calls are served in order.
 
+        After a TypeError or ValueError the document is not written, and the writer
+        stays open. After a failed save it is closed: open another one, which resumes.
+
         Args:
-            tokens: 1-D integers, copied; none are an empty document.
+            tokens: 1-D integers, copied; an empty sequence is an empty document.
 
         Raises:
-            TypeError: If they are not 1-D integers. The document is not written, and
-                the writer can continue, as after a ValueError.
+            TypeError: If ``tokens`` are not 1-D integers.
             ValueError: If a token does not fit the type of the file.
-            StateMismatchError: If the file was finished by an earlier writer.
-            DatasetError: If the store refuses. The writer is closed then, as after any
-                other error: open another one, which resumes.
+            StateMismatchError: If an earlier writer finished the file.
+            DatasetError: If the store fails.
             RuntimeError: If the writer is not open.
         """
-        async with self._turns:
+        async with self._lock:
             if not self._is_open:
                 raise RuntimeError(
                     f"{self!r} is not open: use it in 'async with', and not after an "
@@ -611,54 +604,54 @@ class TokenWriter:
                     f"{self._sink.label!r} is finished, with {self.next_sample:,} "
                     "documents: remove it, or write to another path"
                 )
-            found = np.asarray(tokens)
-            if found.size > _LIGHT:
-                document = await in_thread(self._encode, found)
+            array = np.asarray(tokens)
+            if array.size > _MAX_INLINE_TOKENS:
+                document = await in_thread(self._encode, array)
             else:
-                document = self._encode(found)
-            self._waiting.append(document)
-            self._waiting_bytes += document.nbytes
+                document = self._encode(array)
+            self._pending.append(document)
+            self._pending_bytes += document.nbytes
             self._sizes.append(len(document))
             self.next_sample += 1
             self.tokens += len(document)
-            if self._waiting_bytes >= self._save_bytes:
+            if self._pending_bytes >= self._save_bytes:
                 self._is_open = False  # until this succeeds
-                data, sizes = await self._take()
-                await self._sink.append(data, sizes, self._so_far().dump())
+                data, sizes = await self._take_pending()
+                await self._sink.append(data, sizes, self._progress().dump())
                 self._is_open = True
 
-    def _encode(self, found: Array) -> Array:
-        """Return a document as it is in the file, with ``eos``."""
-        number, is_empty = self.next_sample, found.shape == (0,)
-        if found.ndim != 1 or (found.dtype.kind not in "iu" and not is_empty):
+    def _encode(self, array: Array) -> Array:
+        """Return a document in the file's dtype, with ``eos`` appended."""
+        number, is_empty = self.next_sample, array.shape == (0,)
+        if array.ndim != 1 or (array.dtype.kind not in "iu" and not is_empty):
             raise TypeError(
-                f"document {number:,} must be 1-D integers, got {found.dtype} of shape "
-                f"{found.shape}"
+                f"document {number:,} must be 1-D integers, got {array.dtype} of shape "
+                f"{array.shape}"
             )
-        if not is_empty and found.dtype != self._dtype:
-            for token in (found.min(), found.max()):
+        if not is_empty and array.dtype != self._dtype:
+            for token in (array.min(), array.max()):
                 check_fits(int(token), self._dtype, f"a token of document {number:,}")
-        size = len(found)
+        size = len(array)
         document = np.empty(size + (self._eos is not None), self._dtype)
-        document[:size] = found
+        document[:size] = array
         document[size:] = self._eos or 0
         return document
 
-    async def _take(self) -> tuple[bytes, bytes]:
-        waiting, sizes = self._waiting, np.asarray(self._sizes, "<i4")
+    async def _take_pending(self) -> tuple[bytes, bytes]:
+        pending, sizes = self._pending, np.asarray(self._sizes, "<i4")
         self._begin()
-        return await in_thread(b"".join, waiting), sizes.tobytes()
+        return await in_thread(b"".join, pending), sizes.tobytes()
 
-    def _so_far(self) -> Sidecar:
+    def _progress(self) -> Sidecar:
         return replace(self._sidecar, documents=self.next_sample, tokens=self.tokens)
 
     async def __aexit__(
         self, _kind: object, exc: BaseException | None, *_: object
     ) -> None:
-        """Finish the file; after an error, keep what was saved for the next writer.
+        """Finish the file; after an error, leave the saved part for the next writer.
 
         Raises:
-            RuntimeError: If an error that the block has caught closed the writer.
+            RuntimeError: If ``write`` failed and the block suppressed its error.
         """
         is_whole, self._is_open = self._is_open, False
         try:
@@ -671,8 +664,8 @@ class TokenWriter:
                 make_index: MakeIndex | None = None
                 if self._sidecar.format == "megatron":
                     make_index = partial(index_of, self._dtype, self.next_sample)
-                new = await self._take()
-                await self._sink.finish(*new, make_index, self._so_far().dump())
+                new = await self._take_pending()
+                await self._sink.finish(*new, make_index, self._progress().dump())
         finally:
             self._begin()
             await self._sink.aclose()

@@ -1,9 +1,8 @@
-"""Writers of shards that the datasets read: tar and Parquet, on disk and in stores.
+"""Writers of tar and Parquet shards, on disk and in stores.
 
-Samples come one by one and are written to shards of about equal size, which readers see
-when they are complete. A writer that is opened again, also after a crash, resumes after
-the last complete shard. Memory holds some megabytes, and the parts of an upload in
-flight.
+Samples are written one by one to shards of about equal size. Readers see only complete
+shards. A writer that is opened again, even after a crash, resumes after the last
+complete shard. Memory holds a few megabytes, and the parts of an upload in flight.
 """
 
 import abc
@@ -56,23 +55,23 @@ if TYPE_CHECKING:
     Destination: TypeAlias = str | os.PathLike[str] | ObjectStore
 
 _VERSION = 1
-_OTHER = (
+_MISMATCH = (
     "{where} was started with another {what}; write to another place, or under "
     "another name"
 )
 RowIterable: TypeAlias = Iterable[Mapping[str, Any]] | AsyncIterable[Mapping[str, Any]]
 SHARD_BYTES = 256 << 20
 ROW_GROUP_BYTES = 16 << 20
-_END = bytes(1024)  # two blocks, as a tar ends
-# Encoded at once; others in a thread.
-_LIGHT = bytes, str, int, bytearray, memoryview
+_TAR_END = bytes(1024)  # two blocks, as a tar ends
+# Values of these types are encoded on the event loop, others in a thread.
+_QUICK_TYPES = bytes, str, int, bytearray, memoryview
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
-# Rows taken from a plain iterable before other tasks get their turn.
-_TURN = 64
+# Rows to take from a plain iterable before other tasks run.
+_ROWS_PER_TURN = 64
 
 
 class _FinishedShard(NamedTuple):
-    """One finished shard: its name, number of samples, and size in bytes."""
+    """A finished shard: its name, number of samples, and size in bytes."""
 
     file: str
     samples: int
@@ -81,19 +80,16 @@ class _FinishedShard(NamedTuple):
 
 @dataclass(frozen=True)
 class _Manifest:
-    """The finished shards of one name, and what decides whether writing resumes.
+    """The finished shards of a writer, and its settings; writing resumes if they match.
 
-    It names a shard before readers see the shard. So after a crash only the last one
-    may be missing, and is written again.
-
-    ``ending`` is theirs, as in ``"tar"``; ``metadata`` is the user's description of the
-    samples' origin; ``schema`` is that of tables, as text.
+    A shard is listed before it is visible. So after a crash only the last listed shard
+    can be missing; it is written again.
     """
 
-    name: str
-    ending: str
-    metadata: Mapping[str, Any]
-    schema: str = ""
+    name: str  # prefix of the shards' names
+    ending: str  # such as "tar"
+    metadata: Mapping[str, Any]  # the user's description of the samples' origin
+    schema: str = ""  # of tables, as text
     shards: tuple[_FinishedShard, ...] = ()
 
     @property
@@ -115,20 +111,20 @@ class _Manifest:
         return (json.dumps(content, indent=1) + "\n").encode()
 
     def resumed(
-        self, text: bytes | None, there: Mapping[str, int], label: str
+        self, text: bytes | None, sizes: Mapping[str, int], label: str
     ) -> "_Manifest":
-        """Return the manifest of an earlier writer, or raise a StateMismatchError.
+        """Return the manifest to continue with, or raise a StateMismatchError.
 
-        Given are the contents of the manifest file, if it exists, the sizes of all
-        files of the folder by name, and the folder, for errors.
+        ``text`` is the manifest file, if it exists; ``sizes`` are those of all files in
+        the folder, by name; ``label`` is the folder, for errors.
         """
         where = f"{label!r} ({self.file})"
-        found = self if text is None else self._loaded(text, where)
-        shards = found.shards
-        if shards and shards[-1].file not in there:
-            shards = shards[:-1]  # started, not finished
+        manifest = self if text is None else self._loaded(text, where)
+        shards = manifest.shards
+        if shards and shards[-1].file not in sizes:
+            shards = shards[:-1]  # listed, but not completed
         for entry in shards:
-            size = there.get(entry.file)
+            size = sizes.get(entry.file)
             if size != entry.bytes:
                 state = "is gone" if size is None else f"has {size:,} bytes"
                 raise StateMismatchError(
@@ -138,23 +134,23 @@ class _Manifest:
                     found=size,
                 )
         pattern = re.compile(rf"{re.escape(self.name)}-\d{{6,}}\.{self.ending}")
-        others = {*filter(pattern.fullmatch, there)} - {one.file for one in shards}
-        if others:
+        extra = {*filter(pattern.fullmatch, sizes)} - {entry.file for entry in shards}
+        if extra:
             raise StateMismatchError(
-                f"{where} does not name {min(others)!r}, which is there: readers would "
+                f"{where} does not name {min(extra)!r}, which is there: readers would "
                 f"take both for one dataset; write to another place, or under another "
                 f"name",
                 expected=len(shards),
-                found=sorted(others),
+                found=sorted(extra),
             )
-        return replace(found, shards=shards)
+        return replace(manifest, shards=shards)
 
     def _loaded(self, text: bytes, where: str) -> "_Manifest":
         try:
             content = json.loads(text)
             version, schema = content["version"], content["schema"]
             shards = tuple(_FinishedShard(**entry) for entry in content["shards"])
-            theirs = {name: content[name] for name in ("format", "metadata")}
+            settings = {name: content[name] for name in ("format", "metadata")}
         except (ValueError, TypeError, KeyError) as exc:
             raise StateMismatchError(
                 f"{where} is not a writer's list of shards: {exc!r}; write to another "
@@ -167,7 +163,7 @@ class _Manifest:
                 expected=_VERSION,
                 found=version,
             )
-        check_same(theirs, json.loads(self.dump()), _OTHER, where)
+        check_same(settings, json.loads(self.dump()), _MISMATCH, where)
         return replace(self, shards=shards, schema=schema)
 
 
@@ -191,31 +187,31 @@ class ParquetOptions(WriterOptions, total=False):
 class ShardWriter(abc.ABC):
     """Writes samples to shards ``NAME-000000``, ``NAME-000001``...; a context manager.
 
-    Next to them is ``NAME-shards.json``, with their names and sizes. A writer opened
-    where there was one before resumes: pass it the same samples in the same order, from
-    number ``next_sample`` on. One writer at a time; for several machines in one place,
-    use a different name each. A shard ends with the sample that reaches its size.
+    ``NAME-shards.json`` lists the names and sizes of the shards. A new writer for the
+    same place resumes: pass it the same samples in the same order, from number
+    ``next_sample`` on. Run one writer at a time; several machines that write to one
+    place need different names. A shard ends with the sample that reaches its size.
 
     Args:
         destination: A directory, a URL (``s3://bucket/train``), or a store of obstore.
-        name: Prefix of the names of the shards.
-        shard_bytes: Size of a shard.
-        shard_samples: Most samples of a shard, or None.
-        metadata: The samples' origin, JSON-serialisable: it is stored, and writing
-            resumes only with the same.
+        name: Prefix of the shards' names.
+        shard_bytes: Size at which a shard is finished.
+        shard_samples: Maximum number of samples per shard, or None.
+        metadata: The samples' origin, JSON-serialisable. It is stored, and writing
+            resumes only with equal metadata.
         store_options: Options of the store that a URL names.
 
     Attributes:
         next_sample: Number of the next sample, from 0; known once the writer is open.
 
     Raises:
-        ImportError: If a store is written to, and obstore is not installed.
-        TypeError: If ``metadata`` cannot be stored as JSON.
+        ImportError: If ``destination`` is in a store, and obstore is not installed.
+        TypeError: If ``metadata`` is not JSON-serialisable.
         ValueError: If an argument is wrong.
     """
 
     ending: ClassVar[str]
-    _due_bytes = 4 << 20  # worth a call in a thread
+    _send_bytes = 4 << 20  # buffered bytes that are worth a call in a thread
 
     @names_options
     def __init__(
@@ -243,28 +239,28 @@ class ShardWriter(abc.ABC):
         self._sink = make_sink(destination, hidden(store_options))
         self._manifest = _Manifest(name, self.ending, dict(metadata or {}))
         self._saved: bytes | None = None
-        self._turns = asyncio.Lock()
+        self._lock = asyncio.Lock()
         self._is_open = False
         self._begin()
 
     @property
     def shards(self) -> list[str]:
-        """The names of the finished shards."""
+        """Names of the finished shards."""
         return [entry.file for entry in self._manifest.shards]
 
     async def __aenter__(self) -> Self:
-        """Find the shards already written.
+        """Open the destination, and find the shards that are already written.
 
         Raises:
-            StateMismatchError: If the existing shards were made of something else, or
-                not by a writer.
-            DatasetError: If the store refuses.
+            StateMismatchError: If existing shards have other settings or metadata, or
+                were not made by a writer.
+            DatasetError: If the store fails.
         """
         manifest = self._manifest
         try:
-            there = await self._sink.open(manifest.name)
+            sizes = await self._sink.open(manifest.name)
             self._saved = await self._sink.read(manifest.file)
-            self._manifest = manifest.resumed(self._saved, there, self._sink.label)
+            self._manifest = manifest.resumed(self._saved, sizes, self._sink.label)
             self._resume(self._manifest.schema)
             await self._save(self._manifest)
         except BaseException:
@@ -280,25 +276,26 @@ class ShardWriter(abc.ABC):
         return self.next_sample - self._first
 
     def _begin(self) -> None:
-        """Begin a shard; an unfinished one is discarded."""
+        """Begin a new shard; discard an unfinished one."""
         self._first = self.next_sample
-        self._waiting: list[Any] = []
-        self._waiting_bytes = self._sent_bytes = 0
+        self._pending: list[Any] = []
+        self._pending_bytes = self._sent_bytes = 0
 
     async def write(self, sample: Mapping[str, Any]) -> None:
         """Write one sample; concurrent calls are served in order.
 
+        After a TypeError or ValueError the sample is not written, and the writer stays
+        open. After other errors it is closed; a new one resumes after the last shard.
+
         Raises:
-            TypeError: If the sample, or a value in it, has an unsuitable type. It is
-                not written, and the writer can continue, as after a ValueError.
-            ValueError: If it could not be read back unchanged. Values of Parquet are
-                checked when a row group is full: the error may name an earlier row,
-                which is the only one that is not written.
-            DatasetError: If the store refuses. The writer is closed then, as after any
-                other error: open another one, which resumes after the last shard.
+            TypeError: If the sample or one of its values has an unsuitable type.
+            ValueError: If the sample could not be read back unchanged. Parquet values
+                are checked once a row group is full, so the error may name an earlier
+                row; only that row is not written.
+            DatasetError: If the store fails.
             RuntimeError: If the writer is not open.
         """
-        async with self._turns:
+        async with self._lock:
             if not self._is_open:
                 raise RuntimeError(
                     f"{self!r} is not open: use it in 'async with', and not after an "
@@ -306,40 +303,40 @@ class ShardWriter(abc.ABC):
                 )
             encoded, size = await self._encode(sample)
             self._is_open = False  # until this succeeds
-            self._waiting.append(encoded)
-            self._waiting_bytes += size
+            self._pending.append(encoded)
+            self._pending_bytes += size
             self.next_sample += 1
-            is_full = self._sent_bytes + self._waiting_bytes >= self._shard_bytes
+            is_full = self._sent_bytes + self._pending_bytes >= self._shard_bytes
             if is_full or self._count == self._shard_samples:
                 await self._finish()
-            elif self._waiting_bytes >= self._due_bytes:
+            elif self._pending_bytes >= self._send_bytes:
                 await self._send()
             self._is_open = True
 
     async def _send(self, *, is_end: bool = False) -> None:
-        waiting, count = self._waiting, len(self._waiting)
+        pending, count = self._pending, len(self._pending)
         try:
-            data = await in_thread(partial(self._pack, is_end=is_end), waiting)
+            data = await in_thread(partial(self._pack, is_end=is_end), pending)
         except ValueError:
-            if len(waiting) < count:  # the one that the error names is gone
-                self._waiting_bytes = self._waiting_bytes * len(waiting) // count
+            if len(pending) < count:  # `_pack` has removed the row that it refused
+                self._pending_bytes = self._pending_bytes * len(pending) // count
                 self.next_sample -= 1
                 self._is_open = True
             raise
-        del waiting
-        self._waiting, self._waiting_bytes = [], 0
+        del pending
+        self._pending, self._pending_bytes = [], 0
         await self._sink.write(self._manifest.next_shard, data)
         self._sent_bytes += len(data)
 
     async def _finish(self) -> None:
-        """Name the shard in the manifest, then make it visible to readers."""
+        """List the shard in the manifest, then make it visible to readers."""
         await self._send(is_end=True)
-        before, index, size = self._manifest, self._index(), self._sent_bytes
-        shards = (*before.shards, _FinishedShard(before.next_shard, self._count, size))
-        manifest = replace(before, shards=shards, schema=self._schema())
+        old, index, size = self._manifest, self._index(), self._sent_bytes
+        shards = (*old.shards, _FinishedShard(old.next_shard, self._count, size))
+        manifest = replace(old, shards=shards, schema=self._schema())
         await self._save(manifest)
-        if index is not None:  # only once no other writer is possible
-            await self._sink.put(f"{before.next_shard}.idx", index)
+        if index is not None:  # after `_save`, which detects other writers
+            await self._sink.put(f"{old.next_shard}.idx", index)
         await self._sink.complete()
         self._manifest = manifest
         self._begin()
@@ -359,7 +356,7 @@ class ShardWriter(abc.ABC):
         """Finish the last shard; after an error, discard it.
 
         Raises:
-            RuntimeError: If an error that the block has caught closed the writer.
+            RuntimeError: If ``write`` failed and the block suppressed its error.
         """
         is_whole = self._is_open
         self._is_open = False
@@ -384,18 +381,17 @@ class ShardWriter(abc.ABC):
 
     @abc.abstractmethod
     async def _encode(self, sample: Mapping[str, Any]) -> tuple[Any, int]:
-        """Return the next sample as ``_pack`` takes it, and its approximate size."""
+        """Return the next sample, encoded for ``_pack``, and its approximate size."""
 
     @abc.abstractmethod
     def _pack(self, encoded: list[Any], *, is_end: bool) -> bytes:
-        """Return samples as the next bytes of the shard; runs in a thread.
+        """Return the shard's next bytes, from encoded samples; runs in a thread.
 
-        Before anything is made of them, one may be refused by a ValueError that names
-        it: it is taken out of ``encoded``.
+        May refuse a sample by a ValueError, if it has removed it from ``encoded``.
         """
 
     def _index(self) -> bytes | None:
-        """Return the index of a shard that has been sent, if it is a separate file."""
+        """Return the index of the shard just sent, if it is a separate file."""
         return None
 
     def _schema(self) -> str:
@@ -403,18 +399,18 @@ class ShardWriter(abc.ABC):
         return ""
 
     def _resume(self, schema: str) -> None:  # noqa: B027  (tars have none)
-        """Take the schema of the existing shards, if there are."""
+        """Take over the schema of existing shards; empty if there is none."""
 
 
 class TarWriter(ShardWriter):
     """Writes tar shards that ``TarDataset`` and WebDataset read.
 
-    A sample is a dict: ``__key__`` names it (default: its number), other names are the
-    extensions of its members. Bytes and text are written as they are; values that
-    ``Decoder`` makes are encoded by extension: ``cls`` numbers, ``json``, ``npy``,
-    ``pth``, ``jpg`` and ``png`` images of Pillow, NumPy and torch. The same samples
-    give the same bytes. Next to each shard is its index (``.tar.idx``), with which
-    several readers can share it. Otherwise like ``ShardWriter``.
+    A sample is a dict of values by extension; ``__key__`` is its name (default: its
+    number). Bytes and text are written unchanged. Other values are encoded by
+    extension, as the reverse of ``Decoder``: ``cls`` numbers, ``json``, ``npy``,
+    ``pth``, ``jpg`` and ``png`` images of Pillow, NumPy and torch. Equal samples give
+    equal bytes. Each shard has an index (``.tar.idx``), so that several readers can
+    share it. Arguments and errors are those of ``ShardWriter``.
 
     Example:
         >>> import asyncio, tempfile
@@ -442,36 +438,36 @@ class TarWriter(ShardWriter):
                 f"sample {self.next_sample:,} has the key {key!r}, like the one before:"
                 f" readers would take both for one sample"
             )
-        if all(isinstance(value, _LIGHT) for value in sample.values()):
+        if all(isinstance(value, _QUICK_TYPES) for value in sample.values()):
             members = members_of(key, sample)
         else:
             members = await in_thread(members_of, key, sample)
         self._key = key
-        self._starts.append(self._sent_bytes + self._waiting_bytes)
+        self._starts.append(self._sent_bytes + self._pending_bytes)
         return members, len(members)
 
     def _pack(self, encoded: list[bytes], *, is_end: bool) -> bytes:
-        return b"".join([*encoded, _END] if is_end else encoded)
+        return b"".join([*encoded, _TAR_END] if is_end else encoded)
 
     def _index(self) -> bytes:
-        """Return the samples' starts and the last one's end, as in an index."""
-        self._starts.append(self._sent_bytes - len(_END))
+        """Return the offsets of the samples, and the end of the last one."""
+        self._starts.append(self._sent_bytes - len(_TAR_END))
         return np.asarray(self._starts).astype("<u8").tobytes()
 
 
 class ParquetWriter(ShardWriter):
     """Writes Parquet shards that ``ParquetDataset`` and other libraries read.
 
-    A sample is a row: a dict of values by column. The schema of all shards is that of
-    the first row group, if none is given.
+    A sample is a row: a dict of values by column. All shards have the given schema, or
+    that of the first row group.
 
     Args:
         destination: As for ``ShardWriter``, like all arguments not listed here.
-        name: Prefix of the names of the shards.
+        name: Prefix of the shards' names.
         schema: A pyarrow schema.
         compression: As in pyarrow.
         row_group_bytes: Approximate size of a row group.
-        options: Those of ``ShardWriter``.
+        options: As for ``ShardWriter``.
 
     Raises:
         ImportError: If pyarrow is not installed.
@@ -494,15 +490,15 @@ class ParquetWriter(ShardWriter):
         super().__init__(destination, name, **options)
         _import_pyarrow()
         check_at_least(row_group_bytes, 1, "row_group_bytes")
-        self._given: Any = None
-        self._may_round = schema is not None
+        self._arrow_schema: Any = None
+        self._allow_rounding = schema is not None
         if schema is not None:
-            self._take(schema)
+            self._set_schema(schema)
         self._compression = compression
-        self._due_bytes = row_group_bytes
+        self._send_bytes = row_group_bytes
 
-    def _take(self, schema: Any) -> None:
-        self._given, self._columns = schema, frozenset(schema.names)
+    def _set_schema(self, schema: Any) -> None:
+        self._arrow_schema, self._columns = schema, frozenset(schema.names)
 
     def _begin(self) -> None:
         super()._begin()
@@ -512,7 +508,7 @@ class ParquetWriter(ShardWriter):
     async def _encode(self, sample: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
         number = self.next_sample
         check_is(sample, Mapping, f"row {number:,}", "a dict of columns")
-        if self._given is not None and not sample.keys() <= self._columns:
+        if self._arrow_schema is not None and not sample.keys() <= self._columns:
             unknown = ", ".join(sorted(sample.keys() - self._columns))
             raise ValueError(
                 f"row {number:,} has columns that the schema lacks: {unknown}; pass a "
@@ -522,15 +518,17 @@ class ParquetWriter(ShardWriter):
         return row, sum(map(bytes_of, row.values()))
 
     def _pack(self, encoded: list[dict[str, Any]], *, is_end: bool) -> bytes:
-        """Return rows as a row group, and at the end the footer."""
+        """Return rows as a row group; at the end of a shard, followed by the footer."""
         if encoded:
             pa = _import_pyarrow()
             import pyarrow.parquet as pq  # noqa: PLC0415  (it takes a while)
 
-            first, may_round = self.next_sample - len(encoded), self._may_round
-            table = table_of(pa, encoded, first, self._given, may_round=may_round)
+            first, may_round = self.next_sample - len(encoded), self._allow_rounding
+            table = table_of(
+                pa, encoded, first, self._arrow_schema, may_round=may_round
+            )
             if self._file is None:
-                self._take(table.schema)
+                self._set_schema(table.schema)
                 output = pa.PythonFile(self._output, "w")
                 options = {"compression": self._compression}
                 self._file = pq.ParquetWriter(output, table.schema, **options)
@@ -540,21 +538,21 @@ class ParquetWriter(ShardWriter):
         return self._output.taken()
 
     def _schema(self) -> str:
-        return base64.b64encode(self._given.serialize()).decode()
+        return base64.b64encode(self._arrow_schema.serialize()).decode()
 
     def _resume(self, schema: str) -> None:
         if not schema:
             return
         pa = _import_pyarrow()
-        found = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(schema)))
-        if self._given is not None and not self._given.equals(found):
+        stored = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(schema)))
+        if self._arrow_schema is not None and not self._arrow_schema.equals(stored):
             raise StateMismatchError(
-                f"{self!r} was started with another schema: {found}; pass that one, "
+                f"{self!r} was started with another schema: {stored}; pass that one, "
                 "or write to another place",
-                expected=str(found),
-                found=str(self._given),
+                expected=str(stored),
+                found=str(self._arrow_schema),
             )
-        self._take(found)
+        self._set_schema(stored)
 
 
 async def write_parquet(
@@ -568,38 +566,38 @@ async def write_parquet(
     Called again after a crash, with the same rows, it resumes after the last shard.
 
     Args:
-        rows: Dicts of values by column: an iterable, an async one, or a stream, whose
-            rows already written are skipped; or a function that returns one, starting
-            at a given row number.
+        rows: Dicts of values by column, as an iterable, an async iterable or a stream:
+            rows that are already written are skipped. Or a function of a row number
+            that returns the rows from there on.
         destination: As for ``ShardWriter``.
         name: As for ``ShardWriter``.
-        options: Those of ``ParquetWriter``.
+        options: As for ``ParquetWriter``.
 
     Raises:
-        ValueError: If there are fewer rows than already written.
-        StateMismatchError: If the place has other data.
-        DatasetError: If the store refuses.
+        ValueError: If ``rows`` has fewer rows than are already written.
+        StateMismatchError: If the destination has other data.
+        DatasetError: If the store fails.
     """
     async with ParquetWriter(destination, name, **options) as writer:
         first = writer.next_sample
-        passed = first
+        skip = first
         if callable(rows):
-            rows, passed = rows(first), 0
-        async with aclosing(_each(rows)) as each:
-            async for row in each:
-                if passed:
-                    passed -= 1
+            rows, skip = rows(first), 0
+        async with aclosing(_iterate(rows)) as iterator:
+            async for row in iterator:
+                if skip:
+                    skip -= 1
                 else:
                     await writer.write(row)
-        if passed:
+        if skip:
             raise ValueError(
-                f"{first:,} rows are in {writer!r}, but the source has {passed:,} fewer"
+                f"{first:,} rows are in {writer!r}, but the source has {skip:,} fewer"
                 ": write to another place"
             )
     return writer.shards
 
 
-async def _each(rows: RowIterable) -> AsyncGenerator[Mapping[str, Any], None]:
+async def _iterate(rows: RowIterable) -> AsyncGenerator[Mapping[str, Any], None]:
     if isinstance(rows, AsyncIterable):
         iterator = aiter(rows)
         try:
@@ -610,7 +608,7 @@ async def _each(rows: RowIterable) -> AsyncGenerator[Mapping[str, Any], None]:
                 await iterator.aclose()
     else:
         for number, row in enumerate(rows):
-            if number % _TURN == 0:
+            if number % _ROWS_PER_TURN == 0:
                 await asyncio.sleep(0)
             yield row
 

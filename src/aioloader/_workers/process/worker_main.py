@@ -428,9 +428,7 @@ class _Server:
             pipeline = self._pipelines[key] = Pipeline(
                 self._endpoint.maker,
                 self._runners.lease("loop"),
-                start=EpochPosition(
-                    states={0: request.resume and request.resume[0]}
-                ),
+                start=EpochPosition(states={0: request.resume and request.resume[0]}),
                 sink=self._deliver,
             )
         return pipeline
