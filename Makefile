@@ -14,7 +14,7 @@ TESTS := -n 3 --dist worksteal
 unexport PYTHONDONTWRITEBYTECODE
 test test-all fuzz lowest compat: export OMP_WAIT_POLICY := passive
 
-.PHONY: demo test test-all portable compat check lint mypy platforms pyright imports fuzz lowest package pythons bench dlio gpu docs docs-serve format clean
+.PHONY: demo test test-all portable compat check lint mypy names platforms pyright imports fuzz lowest package pythons bench dlio gpu docs docs-serve format clean
 
 demo: $(VENV)/.dev
 	$(BIN)/python examples/train_digits.py
@@ -34,7 +34,7 @@ portable: $(VENV)/.dev
 
 # two at a time, for two cores
 check: $(VENV)/.dev
-	$(MAKE) --jobs 2 --output-sync mypy pyright lint imports platforms
+	$(MAKE) --jobs 2 --output-sync mypy pyright lint imports names platforms
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -43,6 +43,11 @@ lint: $(VENV)/.dev
 
 mypy: $(VENV)/.dev
 	$(BIN)/mypy
+
+# names that need a second reading, and words to avoid
+names: $(VENV)/.dev
+	$(BIN)/python tools/names.py
+	$(BIN)/python tests/docs/words.py
 
 # the types as they are on macOS and Windows
 platforms: $(VENV)/.dev

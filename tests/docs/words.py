@@ -131,5 +131,4 @@ def hits(*patterns: str) -> list[Hit]:
 
 
 if __name__ == "__main__":
-    for hit in hits(*(sys.argv[1:] or PAGES + SOURCES)):
-        print(hit)
+    sys.exit("\n".join(map(str, hits(*(sys.argv[1:] or PAGES + SOURCES)))))

@@ -40,7 +40,7 @@ class ReceivedDescriptor(NamedTuple):
 
 
 class _Child:
-    """A stand-in for ``multiprocessing``'s child process, to collect descriptors."""
+    """Replaces ``multiprocessing``'s child process to collect descriptors."""
 
     DupFd = ReceivedDescriptor
 

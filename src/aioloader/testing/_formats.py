@@ -21,11 +21,10 @@ _TURNS = (0, 1, 2, 5, 20)
 async def check_shard_format(made_by: ShardFormat, *, samples: int = 64) -> None:
     """Check that a ``ShardedStream`` can use ``made_by``.
 
-    Shards are listed alike by a copy sent to another process; their summary is JSON. A
-    reader gives from 1 to ``limit`` samples, and an empty block at its end and ever
-    after; the samples depend on neither the limits nor the budget. From the position
-    after each sample, which is JSON, a new reader gives the rest. It can be closed at
-    any time, also after a pull was cancelled, and leaves no task.
+    A copy in another process lists the same shards; their summary is JSON. A reader
+    returns 1 to ``limit`` samples, then empty blocks; limits and budget do not change
+    the samples. From the position after each sample, which is JSON, a new reader
+    returns the rest. It can be closed at any time, and leaves no task.
 
     Args:
         made_by: The format, over a few small shards; not all of them empty.

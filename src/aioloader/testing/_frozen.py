@@ -62,7 +62,7 @@ def _frozen_array(value: Any) -> Hashable:
 def compare(
     where: str, kind: str, expected: list[Any], actual: list[Any], start: int = 0
 ) -> None:
-    """Compare two lists of batches or samples, the first of which has number ``start``.
+    """Compare two lists of batches or samples, numbered from ``start``.
 
     Raises:
         AssertionError: If they differ; names the first difference.

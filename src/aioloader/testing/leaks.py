@@ -1,8 +1,7 @@
 """Check that code leaks nothing: threads, descriptors, processes, tasks.
 
-Some releases continue in the background: after a ``break``, threads and workers end a
-little later. The check waits for them, for a limited time. Helpers of the whole process
-are not leaks: the fork server of workers, and ``multiprocessing``'s servers.
+Some releases continue in the background (after a ``break``), so the check waits for a
+limited time. The fork server and ``multiprocessing``'s servers are no leaks.
 """
 
 import asyncio
