@@ -131,4 +131,4 @@ def hits(*patterns: str) -> list[Hit]:
 
 
 if __name__ == "__main__":
-    sys.exit("\n".join(map(str, hits(*(sys.argv[1:] or PAGES + SOURCES)))))
+    sys.exit("\n".join(map(str, hits(*(sys.argv[1:] or PAGES + SOURCES)))) or 0)

@@ -10,6 +10,8 @@ import copy
 import traceback
 from typing import Any
 
+from aioloader.errors import LoaderClosedError
+
 # Loops, generators and tasks take these for their own end.
 STOPS = (StopIteration, StopAsyncIteration, GeneratorExit, asyncio.CancelledError)
 _EXITS = (KeyboardInterrupt, SystemExit)
@@ -87,3 +89,8 @@ class WrappedExit(Exception):  # noqa: N818  (it holds an error)
 def carried(error: BaseException) -> BaseException:
     """Return ``error``, wrapped if it is an exit, to be raised in a task."""
     return WrappedExit(error) if isinstance(error, _EXITS) else error
+
+
+def iterator_closed() -> LoaderClosedError:
+    """Return the error of a step that was under way when its iterator was closed."""
+    return LoaderClosedError("the iterator was closed; make a new one")

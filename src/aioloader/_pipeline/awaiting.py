@@ -10,19 +10,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from aioloader._base.awaitables import close_coroutines, resolved
 from aioloader._base.blocks import FailedSample, failed
 from aioloader._base.forks import fork_safe
-from aioloader._base.raising import ends_task, raisable
+from aioloader._base.raising import ends_task, iterator_closed, raisable
 from aioloader._base.waiting import LOOK_UP
-from aioloader.errors import LoaderClosedError
 
 if TYPE_CHECKING:
     from aioloader._pipeline.runner import LoopRunner
 
 T = TypeVar("T")
-
-
-def iterator_closed() -> LoaderClosedError:
-    """Return the error of a step that was under way when its iterator was closed."""
-    return LoaderClosedError("the iterator was closed; make a new one")
 
 
 def run_now(coroutine: Coroutine[Any, Any, T]) -> T:

@@ -18,7 +18,7 @@ import torch
 
 from aioloader._base.cancellation import in_thread
 from aioloader._base.failures import Failure
-from aioloader._base.raising import ends_task
+from aioloader._base.raising import ends_task, iterator_closed
 from aioloader._base.records import COUNTERS, NOT_MADE, Counters, Pace
 from aioloader._base.waiting import (
     Latch,
@@ -27,7 +27,7 @@ from aioloader._base.waiting import (
     running_loop,
 )
 from aioloader._order.epoch import BEGINNING, UNDER_WAY, EpochPosition
-from aioloader._pipeline.awaiting import SideLoop, iterator_closed
+from aioloader._pipeline.awaiting import SideLoop
 from aioloader._pipeline.batch_maker import BatchMaker
 from aioloader._pipeline.batch_task import BatchResult, BatchTask
 from aioloader._pipeline.fetchers import RESERVE, FetcherPool, Tune

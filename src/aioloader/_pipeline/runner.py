@@ -27,7 +27,7 @@ from aioloader._base.cpu_threads import (
     start_thread,
 )
 from aioloader._base.forks import fork_safe
-from aioloader._base.raising import ends_task, raisable
+from aioloader._base.raising import ends_task, iterator_closed, raisable
 from aioloader._base.waiting import (
     Latch,
     call_threadsafe,
@@ -35,7 +35,6 @@ from aioloader._base.waiting import (
     running_loop,
 )
 from aioloader._base.warnings import warn
-from aioloader._pipeline.awaiting import iterator_closed
 from aioloader._pipeline.lifespan import Lifespan, MakeLifespan, reads_on_loop
 from aioloader.errors import LoaderClosedError
 from aioloader.protocols import own_datasets
