@@ -101,7 +101,7 @@ class Options(AddedArguments):
         batched: Whether samples are collated into batches.
         has_processes: Whether worker processes make batches.
         patience: How many seconds a consumer waits for a batch; None: no limit.
-        is_keyed: Whether generators are seeded per batch or sample; the workers' default.
+        is_keyed: Whether each batch or sample seeds generators; default with workers.
     """
 
     dataset: Any

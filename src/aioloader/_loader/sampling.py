@@ -105,8 +105,8 @@ def end_rounds(
 ) -> Any:
     """Return the ``EpochEndRounds`` by which ranks agree on an end, or None.
 
-    Rounds are needed if ranks with unknown numbers of batches must end together. ``own`` is
-    this rank's part of the stream; ``start`` batches of ``epoch`` were delivered.
+    They are needed if ranks have unknown numbers of batches and must end together.
+    ``own``: this rank's part of the stream. ``start``: batches delivered in ``epoch``.
     """
     outline = options.outline() if own is None else own.outline()
     dataset, (rank, ranks) = options.dataset, outline.ranks or (0, 1)
