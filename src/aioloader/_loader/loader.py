@@ -566,7 +566,7 @@ class DataLoader(TorchLoader[Batch]):
         return mixture_counts(s["dataset"] for s in states if "dataset" in s)
 
     def _epoch_length(self) -> int:
-        """Return the latest epoch's batches: those so far if its length is unknown."""
+        """Return the latest epoch's number of batches; so far, if it has no length."""
         epoch, options = self._live.epoch, self._live.options
         if epoch is None or options is None:
             return 0

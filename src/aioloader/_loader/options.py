@@ -101,7 +101,7 @@ class Options(AddedArguments):
         batched: Whether samples are collated into batches.
         has_processes: Whether worker processes make batches.
         patience: How many seconds a consumer waits for a batch; None: no limit.
-        is_keyed: Whether each batch or sample seeds generators; default with workers.
+        is_keyed: Whether each batch (or sample) has its own seed; default with workers.
     """
 
     dataset: Any
@@ -156,7 +156,7 @@ class Options(AddedArguments):
         """Whether workers read samples themselves.
 
         With ``fetch="auto"``, processes read all datasets but async iterables. Threads
-        and executors read plain map-style datasets; Ray's actors also read async ones.
+        and executors read plain map-style datasets, and Ray's actors any map-style one.
         """
         if self.fetch != "auto":
             return self.fetch == "workers"
@@ -291,7 +291,7 @@ class Options(AddedArguments):
         return self.is_inline and is_map and is_one_by_one and not is_more
 
     def is_at_hand(self, order: Order) -> bool:
-        """Tell whether collating a list's batches costs less than passing them on.
+        """Tell whether collating a list's batches costs less than handing them over.
 
         The first and the last sample decide; collating them runs no user code.
         """
@@ -341,9 +341,9 @@ class Options(AddedArguments):
 
     @property
     def samples(self) -> int | None:
-        """A map-style dataset's samples on this rank; None if unknown or not needed.
+        """The number of map-style samples on this rank; None if unknown or unneeded.
 
-        Only an ``on_error`` that allows a fraction of the samples to fail needs them.
+        Only an ``on_error`` that allows a fraction of the samples to fail needs it.
         """
         is_share = isinstance(self.at_most, float) and self.kind is Kind.MAP
         if is_share and self.global_batch_size is not None:

@@ -81,8 +81,8 @@ def current_part(loader: Any) -> RankPart:
 def check_batches(options: Options) -> None:
     """Check that batches are large enough to keep the ranks of a stream in step.
 
-    A rank takes samples from its readers in turn. If a batch has fewer samples than the
-    rank has readers, and some have ended, it may be empty: the rank gets out of step.
+    A rank takes samples from its readers in turn. If it has more readers than samples in
+    a batch, and some readers have ended, a batch may be empty, which breaks the step.
     """
     outline, size = options.outline(), options.batch_size or 1
     ranks = outline.world_size * options.readers
@@ -105,7 +105,7 @@ def end_rounds(
 ) -> Any:
     """Return the ``EpochEndRounds`` by which ranks agree on an end, or None.
 
-    They are needed if ranks have unknown numbers of batches and must end together.
+    Needed only if ranks have unknown numbers of batches and must end together.
     ``own``: this rank's part of the stream. ``start``: batches delivered in ``epoch``.
     """
     outline = options.outline() if own is None else own.outline()
@@ -284,7 +284,7 @@ def copy_keyed_order(sampler: Any, batch_sampler: Any) -> tuple[Any, Any]:
 
 
 def apply_shuffle(dataset: Any, shuffle: Any) -> tuple[Any, Any]:
-    """Apply ``shuffle`` to an ``IterDataPipe``; return dataset and ``shuffle`` left."""
+    """Return dataset and ``shuffle``; an ``IterDataPipe`` is shuffled here instead."""
     if not isinstance(dataset, IterDataPipe):
         return dataset, shuffle
     return graph_settings.apply_shuffle_settings(dataset, shuffle=shuffle), None

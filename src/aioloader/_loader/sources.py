@@ -157,7 +157,7 @@ def _queue(
 
 
 def _place(options: Options, *, is_async: bool) -> RunnerPlace:
-    """Return where this process does its part of the work."""
+    """Return the runner's place: the thread or loop of this process's part."""
     is_here = options.workers == "thread" or isinstance(options.workers, Executor)
     if options.pool_reads and not is_here:
         return "pool"
@@ -358,7 +358,7 @@ def _pinning(collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _around(options: Options) -> Callable[[BatchTask], Any]:
-    """Return the context that seeds a batch's plain code in this process."""
+    """Return the context manager that seeds a batch's plain code in this process."""
     if not options.is_keyed:
         return nullcontext
     if not options.num_workers:

@@ -148,7 +148,7 @@ def unsealed(state: Any) -> LoaderState:
     """Return the ``LoaderState`` that a saved dict contains.
 
     Raises:
-        StateMismatchError: If the dict is no state, has another version, or is damaged.
+        StateMismatchError: If it is not a state, has another version, or is damaged.
     """
     if not isinstance(state, Mapping) or "version" not in state:
         keys = sorted(map(str, state)) if isinstance(state, Mapping) else state
@@ -261,7 +261,7 @@ def _between(
     drawn: Epoch | None,
     kept: int | None,
 ) -> LoaderState:
-    """Return the state between epochs; ``drawn``: the next one, not started yet."""
+    """Return the state between epochs; ``drawn``: the next epoch, if drawn already."""
     state = LoaderState.of(options, epoch=numbers.next)
     state.seed = kept if drawn is None else drawn.base_seed
     state.dataset_epoch = epoch_of(options.dataset)
@@ -407,7 +407,7 @@ def restore(options: Options, state: LoaderState, loads: StateLoads) -> None:
     """Restore generators, epoch numbers and dataset of this process from a state.
 
     This happens at the load, as in ``torch.set_rng_state``, so that a script may then
-    seed generators or set epochs. An epoch that resumes restores its state again.
+    seed generators or set epochs. When an epoch resumes, it restores its state again.
 
     Raises:
         StateMismatchError: If the dataset cannot load a state.

@@ -172,7 +172,7 @@ def for_workers(state: LoaderState, readers: int, *, is_part: bool = True) -> St
     number of workers resumes from the result. ``is_part``: other ranks have the rest.
 
     Raises:
-        StateMismatchError: If the number differs and the workers were not in step.
+        StateMismatchError: If ``readers`` differs and the saved workers were not in step.
     """
     states, saved = state.states, state.readers
     parts = [entry["dataset"] for entry in states.values()]
@@ -201,8 +201,8 @@ def for_workers(state: LoaderState, readers: int, *, is_part: bool = True) -> St
 def merge_states(states: Iterable[State]) -> State:
     """Merge the states of all ranks into one that any number of ranks can load.
 
-    All ranks must save after the same number of batches. A rank whose epoch has ended
-    earlier contributes its state between epochs.
+    All ranks must save after the same number of batches. Include the ranks whose epoch
+    has ended earlier, with their states between epochs.
 
     Args:
         states: What ``state_dict`` of each rank's loader returned, in any order.

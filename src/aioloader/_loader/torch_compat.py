@@ -188,7 +188,7 @@ def refuse_keyed(loader: Any) -> None:
 
 
 def check_torch_suffices(loader: TorchLoader[Any]) -> None:
-    """Raise if torch's loader would make other batches; else warn that it runs."""
+    """Raise if torch's loader would make other batches, else warn that it is used."""
     advice = (
         "use aioloader.accelerate.prepare(accelerator, ...) instead of "
         "accelerator.prepare(...), or for transformers' Trainer the TrainerMixin there"

@@ -181,7 +181,7 @@ class Progress:
             self._advance()
 
     def _advance(self) -> None:
-        """Advance over delivered batches, and over those that ended readers lack."""
+        """Advance over delivered batches, and over those of readers that have ended."""
         while True:
             done, reader = self._done, self._done % self._readers
             if self._end is not None and self._end[0] == done:

@@ -322,7 +322,7 @@ def contents_of(sampler: Any) -> State:
     """Return a checksum of the indices or weights from which an epoch is drawn.
 
     These may change between epochs, but not within one. The result is empty if there
-    are none, or they are no numbers. Of long lists, some entries are used.
+    are none, or they are not numbers. Of long lists, some entries are used.
     """
     values: Any
     for part in nested(sampler):
@@ -343,7 +343,7 @@ def contents_of(sampler: Any) -> State:
 
 
 def _sampled(part: Any, most: int) -> Any:
-    """Return evenly spread entries of a long sequence; others unchanged."""
+    """Return evenly spread entries of a long sequence, or a short one unchanged."""
     if not isinstance(part, (list, tuple, range)) or len(part) <= most:
         return part
     return [*part[:: len(part) // most], part[-1]]

@@ -158,7 +158,7 @@ class Stage(NamedTuple):
 
 
 class Schedule:
-    """The weights of the sources at each position, and the rule for the end.
+    """The weights of the sources at each position, and when the mixture ends.
 
     Raises:
         ValueError: If weights are not positive or have wrong names, if stages do not

@@ -57,7 +57,7 @@ class KeyedOrder(abc.ABC):
 
     @abc.abstractmethod
     def described(self) -> dict[str, Any]:
-        """Return the JSON-ready settings that determine the order with the epoch."""
+        """Return the JSON-ready settings that, with the epoch, determine the order."""
 
 
 class SeekableOrder(KeyedOrder):
@@ -101,7 +101,7 @@ class SeekableOrder(KeyedOrder):
         return listed
 
     def described(self) -> dict[str, Any]:
-        """Return the JSON-ready settings that determine the order with the epoch."""
+        """Return the JSON-ready settings that, with the epoch, determine the order."""
         return {"sampler": type(self).__name__, "length": self.n, "seed": self.seed}
 
     def __len__(self) -> int:

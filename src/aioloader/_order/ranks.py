@@ -25,7 +25,7 @@ class RankPart(NamedTuple):
     has_peers: bool = False  # other processes may deliver the same part
 
     def share(self, count: int) -> tuple[int, int]:
-        """Return how many of ``count`` samples this rank gets, and 0 or 1 padding."""
+        """Return this rank's number of ``count`` samples, and its padding (0 or 1)."""
         mine = max(0, -(-(count - self.rank) // self.world_size))
         least, left_over = divmod(count, self.world_size)
         if not left_over or self.tail == "uneven":
@@ -106,7 +106,7 @@ class ReaderAssignment:
         return [(self.rank + turn * self.ranks) % self.readers for turn in turns]
 
     def upcoming(self, taken: int) -> list[int]:
-        """Return each reader's next sample number after this rank's first ``taken``."""
+        """Return each reader's next sample after this rank's ``taken`` samples so far."""
         turns = [taken + (turn - taken) % self._count for turn in range(self._count)]
         return [(self.rank + turn * self.ranks) // self.readers for turn in turns]
 

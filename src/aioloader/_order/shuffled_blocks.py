@@ -124,7 +124,7 @@ class ShuffledBlocks(SeekableOrder):
         return [*map(_class_of(spread), plain)]
 
     def described(self) -> dict[str, Any]:
-        """Return the JSON-ready settings that determine the order with the epoch."""
+        """Return the JSON-ready settings that, with the epoch, determine the order."""
         shape = {"block": self.block, "window": self.window, "lanes": self.lanes}
         return {
             "sampler": "ShuffledBlocks",

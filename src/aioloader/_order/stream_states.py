@@ -48,7 +48,7 @@ def opened(state: Any) -> State:
     """Return a state without its checksum.
 
     Raises:
-        StateMismatchError: If it is no state, has another version, or is damaged.
+        StateMismatchError: If it is not a state, has another version, or is damaged.
     """
     version = state.get("version") if isinstance(state, Mapping) else None
     if version != VERSION:
@@ -74,7 +74,7 @@ def checksum(value: Any) -> int:
     """Return a checksum that JSON, pickle and ``torch.save`` preserve.
 
     Lists equal tuples, keys equal their text, and the order of keys does not matter.
-    Values that JSON cannot hold are ignored. An error kept in place of a state is raised.
+    Values that JSON cannot hold are ignored. An error in place of a state is raised.
     """
     words: list[str] = []
     _spell(value, words.append)

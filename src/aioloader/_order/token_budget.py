@@ -118,7 +118,7 @@ class TokenBudgetBatchSampler(KeyedOrder):
         return indices[by_length], [*stops, len(indices)]
 
     def described(self) -> dict[str, Any]:
-        """Return the JSON-ready settings that determine the order with the epoch."""
+        """Return the JSON-ready settings that, with the epoch, determine the order."""
         return {
             "sampler": type(self).__name__,
             "length": len(self.lengths),
@@ -145,7 +145,7 @@ class TokenBudgetBatchSampler(KeyedOrder):
 
 
 class BudgetIterator:
-    """Iterator over the batches of one epoch; a loaded state moves it."""
+    """Iterator over the batches of one epoch; ``load_state_dict`` moves it."""
 
     def __init__(self, sampler: TokenBudgetBatchSampler) -> None:
         self._sampler = sampler
