@@ -245,7 +245,7 @@ class Options(AddedArguments):
         target = self.device if isinstance(self.device, Device) else Device(self.device)
         if target.name is None or isinstance(target.name, torch.device):
             return target
-        return replace(target, name=device_of(target.name))  # assigned later
+        return replace(target, name=device_of(target.name))  # assigned by the user
 
     @cached_property
     def is_moved(self) -> bool:

@@ -81,8 +81,8 @@ def current_part(loader: Any) -> RankPart:
 def check_batches(options: Options) -> None:
     """Check that batches are large enough to keep the ranks of a stream in step.
 
-    A rank takes samples from its readers in turn. If it has more readers than samples in
-    a batch, and some readers have ended, a batch may be empty, which breaks the step.
+    A rank takes samples from its readers in turn. If it has more readers than a batch
+    has samples, a batch may be empty once readers end: ranks are then out of step.
     """
     outline, size = options.outline(), options.batch_size or 1
     ranks = outline.world_size * options.readers

@@ -117,7 +117,7 @@ def _counted(value: Any) -> str:
 
 
 def _check_order(options: Options, state: LoaderState) -> None:
-    """Check the sampler's settings, and the seed of the generator it draws from."""
+    """Check the sampler's settings, and the seed of the generator that it uses."""
     saved, mine, is_map = state.order, epoch_settings(options), options.kind is Kind.MAP
     if is_map:
         mine |= described(options.index_sampler)
@@ -172,7 +172,7 @@ def for_workers(state: LoaderState, readers: int, *, is_part: bool = True) -> St
     number of workers resumes from the result. ``is_part``: other ranks have the rest.
 
     Raises:
-        StateMismatchError: If ``readers`` differs and the saved workers were not in step.
+        StateMismatchError: If ``readers`` differs and saved workers were not in step.
     """
     states, saved = state.states, state.readers
     parts = [entry["dataset"] for entry in states.values()]

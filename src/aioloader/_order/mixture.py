@@ -229,7 +229,7 @@ def _exact(weights: Any, names: Sequence[str]) -> list[int]:
         weights = [weights[name] for name in names]
     try:
         exact = [Fraction(str(weight)) for weight in weights]
-    except ValueError:  # not finite, or no numbers
+    except ValueError:  # not finite, or not numbers
         exact = []
     if len(exact) != len(names) or min(exact) <= 0:
         raise ValueError(

@@ -63,7 +63,7 @@ class ReaderShare:
     reader: int = 0
     readers: int = 1
     per_rank: int = 1  # readers on this rank, which share its memory
-    # Ranks share readers, so each reading must yield the same samples in one order.
+    # Ranks or readers alternate, so each reading must yield the same samples in order.
     in_turns: bool = False
     ranks: int = 1  # times workers, if workers read
 
@@ -106,7 +106,7 @@ class ReaderAssignment:
         return [(self.rank + turn * self.ranks) % self.readers for turn in turns]
 
     def upcoming(self, taken: int) -> list[int]:
-        """Return each reader's next sample after this rank's ``taken`` samples so far."""
+        """Return each reader's next sample, after ``taken`` samples of this rank."""
         turns = [taken + (turn - taken) % self._count for turn in range(self._count)]
         return [(self.rank + turn * self.ranks) // self.readers for turn in turns]
 
