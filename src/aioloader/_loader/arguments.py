@@ -1,8 +1,8 @@
-"""Checks of a loader's arguments: each by itself, then in combination.
+"""Checks of ``DataLoader``'s arguments: each by itself, then in combination.
 
-``given_part`` checks those about ranks, torch's samplers the batch size. Messages are
-torch's where it has them, so that users can search for them. The constructor checks
-all; an argument that is assigned later is checked by itself.
+``given_part`` checks the ranks, and torch's samplers check the batch size. Where torch
+has an error message, it is used here too, so that users can search for it. After an
+assignment to an attribute, arguments are checked again, but not their combination.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ _CHOICES: dict[str, tuple[str | None, ...]] = {
     "tail": (None, "wrap", "pad", "drop", "uneven"),
 }
 _FUNCTIONS = ("collate_fn", "transform", "worker_init_fn")
-# Integers: whether they may be None, and the minimum unless torch has a message for it.
+# Integers: whether None is allowed, and the minimum unless torch has a message for it.
 _COUNTS: dict[str, tuple[bool, int | None]] = {
     "num_workers": (False, None),
     "prefetch_factor": (True, None),
@@ -51,7 +51,7 @@ _COUNTS: dict[str, tuple[bool, int | None]] = {
     "concurrency": (False, 1),
     "prefetch_bytes": (True, 1),
 }
-# Replacements of former arguments.
+# Arguments of earlier versions, and their replacements.
 _FORMER = {
     "prefetch_device": "device=Device(..., ahead={!r})",
     "device_keys": "device=Device(..., keys={!r})",
@@ -61,7 +61,7 @@ _FORMER = {
 
 
 def refuse_unknown(unknown: Mapping[str, Any]) -> None:
-    """Raise a TypeError that names an argument's replacement or the nearest name."""
+    """Raise a TypeError for an unknown argument; suggest the right one."""
     name, value = next(iter(unknown.items()))
     if name in _FORMER:
         now = _FORMER[name].format(value)
@@ -74,7 +74,7 @@ def refuse_unknown(unknown: Mapping[str, Any]) -> None:
 
 
 def check_each(given: Mapping[str, Any]) -> None:
-    """Check each of a loader's arguments by itself."""
+    """Check the type and value of each argument, regardless of the others."""
     given = {**given, **{name: auto_number(name, given[name]) for name in FIRST_VALUES}}
     _check_numbers(given)
     for name, choices in _CHOICES.items():
@@ -116,7 +116,7 @@ def check_together(options: Options, shuffle: Any) -> None:
 
 
 def count_workers(num_workers: Any, workers: Any) -> Any:
-    """Return ``num_workers`` as an integer if it is one, or that of ``RayWorkers``."""
+    """Return ``num_workers`` as an integer; ``RayWorkers`` have their own number."""
     num_workers = auto_number("num_workers", num_workers)
     if isinstance(num_workers, Auto):
         is_fixed = isinstance(workers, RayWorkers)
@@ -165,7 +165,7 @@ def context_of(context: Any, num_workers: int, workers: Any) -> Any:
 def _check_seeds(options: Options) -> None:
     """Refuse ``rng`` where concurrent code shares the global generators.
 
-    That is in threads, and in the coroutines of a batch in this process.
+    Threads share them, and so do the coroutines that run in this process.
     """
     if options.num_workers:
         is_pool = isinstance(options.workers, ThreadPoolExecutor)
@@ -217,17 +217,17 @@ def _check_numbers(given: Mapping[str, Any]) -> None:
 
 def _check_timeout(timeout: Any) -> None:
     try:
-        is_time = bool(timeout >= 0)  # as in torch, numpy numbers and tensors may be
+        is_time = bool(timeout >= 0)  # numpy numbers and tensors too, as in torch
     except TypeError:
         raise TypeError(
             f"timeout option should be a number of seconds, got {timeout!r}"
         ) from None
-    if not is_time:  # or NaN
+    if not is_time:  # NaN too
         raise ValueError(f"timeout option should be non-negative, got {timeout!r}")
 
 
 def _check_sampling(options: Options, shuffle: Any) -> None:
-    """Check that the ways to choose samples do not exclude each other."""
+    """Check that shuffle, samplers, batch size and drop_last fit together."""
     sampler, batch_sampler = options.sampler, options.batch_sampler
     if options.kind is not Kind.MAP:
         hint = ""
@@ -293,7 +293,7 @@ def _check_workers(options: Options) -> None:
 
 
 def _check_places(options: Options) -> None:
-    """Check that workers can read samples if they must, and enter the lifespan."""
+    """Check that workers can read samples and enter the lifespan if they must."""
     workers, dataset, fetch = options.workers, options.dataset, options.fetch
     functions = options.transform, options.collate_fn
     if options.lifespan is not None:

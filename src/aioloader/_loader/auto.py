@@ -20,11 +20,11 @@ from aioloader.protocols import Kind, is_async_function
 
 # Whether threads of Python code run one at a time; always so before Python 3.13.
 has_gil: Callable[[], bool] = getattr(sys, "_is_gil_enabled", lambda: True)
-# Concurrency in workers that read; it is not tuned.
+# Concurrency in workers that read samples; it is not tuned.
 _CONCURRENCY_IN_WORKERS = 64
-# Most workers of the first epoch; later epochs get more if that helps.
+# Maximum number of workers in the first epoch; later epochs get more if that helps.
 _MAX_FIRST_WORKERS = 8
-# Values that mean "not given", also if a loader is rebuilt from its attributes.
+# Values that count as "not given"; a loader rebuilt from its attributes passes them.
 _DEFAULT_FUNCTIONS = (None, default_collate, default_convert)
 
 
@@ -46,10 +46,10 @@ def check_auto(options: Options) -> None:
 
 
 def begin(loader: Any, options: Options) -> None:
-    """Set the first values of numbers that are ``"auto"``.
+    """Set the first values of the arguments that are ``"auto"``.
 
-    Random numbers depend on whether there are workers, so that never changes later:
-    there are none if only coroutines, or nothing, would run in them.
+    Whether there are workers is decided here for good, because random numbers depend on
+    it. There are none if workers would run nothing, or only coroutines.
     """
     workers = options.num_workers
     if isinstance(workers, Auto):
@@ -81,7 +81,7 @@ def _first_workers(options: Options) -> int:
 
 
 def _can_be_threads(options: Options) -> bool:
-    """Tell whether threads can do the work, as no argument needs processes."""
+    """Tell whether threads can be the workers: no argument needs processes."""
     asked = options.workers, options.fetch, options.on_timeout, options.rng
     if asked != ("process", "auto", "raise", None) or options.persistent_workers:
         return False
@@ -90,7 +90,7 @@ def _can_be_threads(options: Options) -> bool:
 
 
 def settle(loader: Any) -> None:
-    """Before an iteration, set the numbers that earlier iterations found best."""
+    """Set the values that earlier iterations found best, before the next one."""
     for name in FIRST_VALUES:
         value = argument(loader, name)
         if isinstance(value, str):  # assigned by the user

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 
 class _Overridable:
-    """A computed attribute that users may, unlike a property, overwrite."""
+    """A computed attribute; unlike a property, users may overwrite it."""
 
     def __init__(self, get: Callable[[Any], int]) -> None:
         self._get = get
@@ -330,7 +330,7 @@ class DataLoader(TorchLoader[Batch]):
             context = multiprocessing_context, self.num_workers, workers
             self.multiprocessing_context = arguments.context_of(*context)
         given = self._given_part = given_part(rank, world_size, tail, dataset)
-        if given is not None and given.has_peers:  # by a mesh
+        if given is not None and given.has_peers:  # ``rank`` is a mesh
             self._replace("rank", given.rank)
             self._replace("world_size", given.world_size)
         self._may_repeat = repeats_samples(options, shuffle)
@@ -347,7 +347,7 @@ class DataLoader(TorchLoader[Batch]):
             torch_compat.refuse_keyed(self)
         self._epochs = EpochNumbers(index_sampler_of(self.sampler, self.batch_sampler))
         self._live = Runtime(dataset, self._epochs)
-        # Checked arguments; an iteration checks only those assigned later.
+        # These arguments are checked; an iteration checks again only if one changes.
         options = self._live.options = Options(attributes_of(self), WHOLE)
         if self.num_workers:
             self._live.warm(options)
@@ -373,7 +373,7 @@ class DataLoader(TorchLoader[Batch]):
         return self._iterate(is_async=False)
 
     def _options(self, *, fixes_ranks: bool = False) -> Options:
-        """Return the current arguments; an iteration ``fixes_ranks`` looked up now."""
+        """Return the arguments now; ``fixes_ranks``: look up the rank and keep it."""
         live = self._live
         part = (None if fixes_ranks else live.part) or current_part(self)
         if fixes_ranks:
@@ -391,7 +391,7 @@ class DataLoader(TorchLoader[Batch]):
         return known
 
     def __len__(self) -> int:
-        """Return batches per epoch; TypeError if dataset or sampler has no length."""
+        """Return the number of batches per epoch; TypeError if it is unknown."""
         options = self._options()
         length = options.length(current_part(self))
         if options.kind is not Kind.MAP and not options.is_own_stream:
@@ -425,7 +425,7 @@ class DataLoader(TorchLoader[Batch]):
         if seed is None:
             epoch = live.draw(options, live.loaded)
             seed = epoch.base_seed
-        # Otherwise the epoch starts at the first step: an unused iterator is no epoch.
+        # Otherwise the first step starts the epoch; an unused iterator starts none.
         steps = IteratorCore(
             partial(live.prepare, options, epoch, is_async=is_async),
             live.begin,
@@ -451,17 +451,17 @@ class DataLoader(TorchLoader[Batch]):
         return self._live.state_dict(self._options)
 
     def load_state_dict(self, state: State, *, strict: bool = True) -> None:
-        """Make the next iteration resume from a saved state.
+        """Make the next iteration resume from a saved state; ignore an empty one.
 
-        Iterables without a state are read again up to there. An empty state is ignored.
+        An iterable that has no ``state_dict`` is read again up to the saved position.
 
         Args:
             state: The state that ``state_dict`` returned.
-            strict: Whether shards must have the same times or ETags as when it was
-                saved. If not, only lengths are compared: for copies of shards.
+            strict: Whether shards must have the same times or ETags as at the save.
+                If not, only lengths are compared, so copies of the shards fit too.
 
         Raises:
-            StateMismatchError: If the state does not fit this loader; says why.
+            StateMismatchError: If the state does not fit this loader.
         """
         if state == {}:
             return
@@ -504,17 +504,17 @@ class DataLoader(TorchLoader[Batch]):
         """Return the bottleneck of training, and the one argument to change.
 
         The report computes how fast the latest batches of the latest epoch (at most
-        256) would be with other arguments, and recommends the change with the largest
-        speed-up. Takes 0.05 to 0.3 s. ``print`` shows it.
+        256) would be with other arguments. It recommends the cheapest change that is
+        almost as fast as the best. Takes 0.05 to 0.3 s. ``print`` shows the report.
 
-        From the first call on, even before the first epoch, a thread looks for code
-        that blocks an event loop that reads samples.
+        After the first call, even before the first epoch, a thread looks for code that
+        blocks an event loop on which samples are read.
 
         Args:
             ranks: A name for this loader, the same on all ranks, such as ``"train"``.
                 The report then also names the rank that waits longest for batches, and
-                ranks that have not called this in the same epoch. They exchange numbers
-                through the store of torch's process group; no rank waits for another.
+                ranks that have not called this in the same epoch. Ranks exchange data
+                through the store of torch's process group; none waits for another.
         """
         from aioloader._observe import verdict
 
@@ -558,7 +558,7 @@ class DataLoader(TorchLoader[Batch]):
         return trace
 
     def _source_counts(self) -> dict[str, tuple[int, float]]:
-        """Return samples and passes by source, if the dataset mixes streams."""
+        """Return each source's samples and mean pass, if the dataset mixes streams."""
         epoch, options = self._live.epoch, self._live.options
         if epoch is None or options is None or not options.is_own_stream:
             return {}
@@ -566,7 +566,7 @@ class DataLoader(TorchLoader[Batch]):
         return mixture_counts(s["dataset"] for s in states if "dataset" in s)
 
     def _epoch_length(self) -> int:
-        """Return batches of the latest epoch: all, or those so far without a length."""
+        """Return the latest epoch's number of batches; so far, if it has no length."""
         epoch, options = self._live.epoch, self._live.options
         if epoch is None or options is None:
             return 0

@@ -56,7 +56,7 @@ class Auto(int):
 
 
 def auto_number(name: str, value: Any) -> Any:
-    """Return the first ``Auto`` number for ``"auto"``, or else the value."""
+    """Return the value; for ``"auto"``, the first ``Auto`` number of the argument."""
     is_auto = isinstance(value, str) and value == "auto"
     return Auto(FIRST_VALUES[name]) if is_auto else value
 
@@ -87,21 +87,21 @@ class Options(AddedArguments):
 
     Attributes:
         values: All arguments, in the order of ``NAMES``.
-        part: The part of each batch that this rank delivers.
-        chooses: Whether a number is ``"auto"``.
+        part: The part of each global batch that this rank delivers.
+        chooses: Whether any argument is ``"auto"``.
         follows_concurrency: Whether the number of batches in flight follows from
-            ``concurrency``, as ``prefetch_factor`` is not given.
+            ``concurrency``: ``prefetch_factor`` is None or ``"auto"``.
         on_failure: What to do with a failed sample.
-        at_most: How many samples may fail.
-        kind: How samples are read from the dataset.
-        is_own_stream: Whether it is one of aioloader's streams, which know about ranks.
+        at_most: How many samples may fail: a count, a fraction of all, or None.
+        kind: Whether the dataset is map-style, iterable or async iterable.
+        is_own_stream: Whether the dataset is one of aioloader's streams.
         is_list: Whether the dataset is a list or a tuple.
         reads_async: Whether a coroutine reads samples.
         is_plain: Whether none of the user's functions is async.
         batched: Whether samples are collated into batches.
         has_processes: Whether worker processes make batches.
-        patience: How many seconds a consumer waits for a batch, or None.
-        is_keyed: Whether generators are seeded for each batch; by default with workers.
+        patience: How many seconds a consumer waits for a batch; None: no limit.
+        is_keyed: Whether each batch (or sample) has its own seed; default with workers.
     """
 
     dataset: Any
@@ -155,8 +155,8 @@ class Options(AddedArguments):
     def reads_in_workers(self) -> bool:
         """Whether workers read samples themselves.
 
-        With ``fetch="auto"``, processes read all but async iterables, threads and
-        executors plain map-style datasets, and Ray's actors all map-style ones.
+        With ``fetch="auto"``, processes read all datasets but async iterables. Threads
+        and executors read plain map-style datasets, and Ray's actors any map-style one.
         """
         if self.fetch != "auto":
             return self.fetch == "workers"
@@ -174,7 +174,7 @@ class Options(AddedArguments):
 
     @cached_property
     def readers(self) -> int:
-        """The number of readers (workers with parts of an iterable) that take turns."""
+        """The number of workers that each read a part of an iterable; 1 if none do."""
         is_replicated = self.kind is not Kind.MAP and self.reads_in_workers
         return max(1, self.num_workers) if is_replicated else 1
 
@@ -245,7 +245,7 @@ class Options(AddedArguments):
         target = self.device if isinstance(self.device, Device) else Device(self.device)
         if target.name is None or isinstance(target.name, torch.device):
             return target
-        return replace(target, name=device_of(target.name))  # assigned to the loader
+        return replace(target, name=device_of(target.name))  # assigned by the user
 
     @cached_property
     def is_moved(self) -> bool:
@@ -291,9 +291,9 @@ class Options(AddedArguments):
         return self.is_inline and is_map and is_one_by_one and not is_more
 
     def is_at_hand(self, order: Order) -> bool:
-        """Tell whether a list's batches are cheaper to collate than to pass on.
+        """Tell whether collating a list's batches costs less than handing them over.
 
-        Judged by the first and the last sample; collating them runs no user code.
+        The first and the last sample decide; collating them runs no user code.
         """
         size, is_any = order.size or 1, self.batched and order.size == 1
         if is_any or not (self.is_bare and isinstance(order, IndexOrder)):
@@ -341,13 +341,13 @@ class Options(AddedArguments):
 
     @property
     def samples(self) -> int | None:
-        """Samples of a map-style dataset on this rank; None if unknown or not needed.
+        """The number of map-style samples on this rank; None if unknown or unneeded.
 
-        They are needed if a fraction of the samples may fail.
+        Only an ``on_error`` that allows a fraction of the samples to fail needs it.
         """
         is_share = isinstance(self.at_most, float) and self.kind is Kind.MAP
         if is_share and self.global_batch_size is not None:
-            with suppress(Exception):  # torch iterates without asking for it
+            with suppress(Exception):  # torch iterates without this length
                 return -(-len(self.index_sampler) // self.part.world_size)
         return None
 
@@ -406,7 +406,7 @@ _added_args = operator.attrgetter(*ADDED_NAMES)
 
 
 def attributes_of(loader: Any) -> tuple[Any, ...]:
-    """Return the arguments of a loader as they are now."""
+    """Return the current values of a loader's arguments, ordered as ``NAMES``."""
     values: tuple[Any, ...] = _torch_args(loader) + _added_args(loader._own or loader)
     if loader._has_own_order and vars(loader).get("_DataLoader__initialized"):
         return _reordered(loader, dict(zip(NAMES, values, strict=True)))
@@ -414,7 +414,7 @@ def attributes_of(loader: Any) -> tuple[Any, ...]:
 
 
 def _reordered(loader: Any, values: dict[str, Any]) -> tuple[Any, ...]:
-    """Replace the samplers by those of a subclass that overrides torch's names."""
+    """Return the values with the sampler from a subclass's ``_index_sampler``."""
     order = loader._index_sampler
     is_own = not any(order is values[name] for name in ("sampler", "batch_sampler"))
     if is_own and kind_of(loader.dataset) is not Kind.MAP:
@@ -430,5 +430,5 @@ def _reordered(loader: Any, values: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def argument(loader: Any, name: str) -> Any:
-    """Return one argument of a loader; ``_keep_arguments`` tells where it is kept."""
+    """Return a loader's argument from the place where ``_keep_arguments`` put it."""
     return getattr(loader if name in TORCH_NAMES else loader._own or loader, name)

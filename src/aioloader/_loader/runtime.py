@@ -54,7 +54,7 @@ _LOG = logging.getLogger("aioloader")
 
 
 class Runtime:
-    """A loader's objects in its own process; pickling and copying leave them out."""
+    """A loader's objects in one process; copies and pickles keep only ``loaded``."""
 
     def __init__(
         self, dataset: Any, numbers: EpochNumbers, loaded: LoaderState | None = None
@@ -80,7 +80,7 @@ class Runtime:
         self._runners: Runners | None = None
         self._pools: Pools | None = None
 
-    @property  # made when needed, like ``pools``: a plain ``for`` needs neither
+    @property  # created when needed, like ``pools``; a plain ``for`` needs neither
     def runners(self) -> Runners:
         with self._lock:
             if self._runners is None:
@@ -137,10 +137,10 @@ class Runtime:
         *,
         is_async: bool,
     ) -> Feed:
-        """Make the feed of one iteration; ``begin`` then starts it.
+        """Return the feed of one iteration, whose epoch ``begin`` then starts.
 
-        Its epoch was ``drawn``, or it resumes from a loaded state, which ``claim`` then
-        holds: only one iteration resumes from a state.
+        The epoch was ``drawn``, or it resumes from a loaded state. ``claim`` then holds
+        that state, because only one iteration may resume from it.
         """
         epoch: Epoch | None = None
         try:
@@ -160,7 +160,7 @@ class Runtime:
             if not (is_bare or (options.is_list and options.is_at_hand(epoch.order))):
                 from aioloader._loader.sources import make_source
 
-                # Stored here: an interrupt may come before the caller has it.
+                # Stored here: an interrupt may come before the caller stores it.
                 feed = make_source(options, epoch, self, is_async=is_async)
                 claim.prepared = feed
                 return feed
@@ -174,7 +174,7 @@ class Runtime:
             raise raisable(error, "user code")  # noqa: B904  (it keeps its cause)
 
     def _claim_state(self, epoch: Epoch, claim: "IteratorCore") -> bool:
-        """Claim an epoch's state and number it; False if another thread was faster."""
+        """Claim an epoch's state and a number; False if another thread was faster."""
         with self._lock:
             is_free = self._state_to_resume(claim) is epoch.saved
             if is_free:
@@ -183,7 +183,7 @@ class Runtime:
         return is_free
 
     def _begin(self, options: Options, epoch: Epoch) -> None:
-        """Begin an epoch where its state was saved, or after the latest epoch."""
+        """Begin an epoch: resume a saved one, or start one after the latest."""
         outline = options.outline() if options.is_own_stream else None
         saved, start, before, number = epoch.saved, BEGINNING, self.epoch, None
         if saved is not None:
@@ -204,7 +204,7 @@ class Runtime:
             record_first_states(options, epoch, before, is_kept=is_kept)
 
     def _state_to_resume(self, claim: "IteratorCore") -> LoaderState | None:
-        """Return the state that an iteration resumes from, if no other holds it."""
+        """Return the state to resume from, unless another iteration holds it."""
         holder = None if self._claim is None else self._claim()
         if holder is not None and holder is not claim and holder.is_held:
             return None
@@ -225,7 +225,7 @@ class Runtime:
             self.loaded = None
 
     def follow(self, trace: "Trace") -> None:
-        """Let a trace follow the latest iteration and all that are under way."""
+        """Record the latest iteration, and all that are under way, in a trace."""
         latest = None if self.epoch is None else self.epoch.counters
         for iterator in self.iterators():
             counters = iterator.counters
@@ -246,7 +246,7 @@ class Runtime:
                 iterator.counters.is_asked = True
 
     def settings(self) -> RecordedSettings:
-        """Return the settings of the latest epoch, with the numbers as tuned now."""
+        """Return the latest epoch's settings, with the current tuned values."""
         if self.epoch is None:
             return RecordedSettings("inline", cores=self.cores)
         return self._settings_of(self.epoch.counters)
@@ -268,7 +268,7 @@ class Runtime:
         return [iterator for iterator in iterators if iterator is not None]
 
     def epoch_number(self) -> int:
-        """Return the number of the current epoch, or between epochs of the next one."""
+        """Return the current epoch's number; between epochs, the next one's."""
         if self.loaded is not None:
             return self.loaded.epoch
         epoch = self._next_epoch() or self.epoch
@@ -276,9 +276,9 @@ class Runtime:
         return self.numbers.next if is_next or epoch is None else epoch.number
 
     def _next_epoch(self) -> Epoch | None:
-        """Return the epoch of the latest iterator, if it has not started.
+        """Return the epoch of the latest iterator if that epoch has not started.
 
-        None while an iteration of the epoch before is under way.
+        None while an iteration of the latest started epoch is under way.
         """
         epoch = self.epoch
         if epoch is not None and not epoch.progress.is_over:
@@ -288,12 +288,12 @@ class Runtime:
         return self.numbers.latest_reserved() or self.drawn()
 
     def drawn(self) -> Epoch | None:
-        """Return the epoch drawn latest, if it has not started."""
+        """Return the most recently drawn epoch, or None if it has started."""
         epoch = None if self._latest_drawn is None else self._latest_drawn()
         return epoch if epoch is not None and epoch.number < 0 else None
 
     def warm(self, options: Options) -> None:
-        """Start the fork server early, if workers need it: it starts slowly."""
+        """Start the fork server in advance, if workers need it: it starts slowly."""
         if options.has_processes and options.start_method == "forkserver":
             from aioloader._workers.process.fork_server import warm_fork_server
 
@@ -305,7 +305,7 @@ class Runtime:
             self._pools.close()
 
     def state_dict(self, options: "Callable[[], Options]") -> State:
-        """Return the loaded state, or the position after the last batch."""
+        """Return a loaded state not yet resumed from, or else the current position."""
         now, loaded = options(), self.loaded
         prepared = None if loaded is None else self.numbers.latest_reserved()
         if prepared is not None and prepared.saved is loaded:

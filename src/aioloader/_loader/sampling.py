@@ -37,7 +37,7 @@ from aioloader.protocols import Kind, OwnStream, set_epoch_of
 
 
 def given_part(rank: Any, world_size: Any, tail: Any, dataset: Any) -> RankPart | None:
-    """Return the rank's part that a loader's arguments request, or None.
+    """Return the part of each batch that a loader's arguments request, or None.
 
     With ``rank="auto"``, only the ``tail`` is known yet.
     """
@@ -81,8 +81,8 @@ def current_part(loader: Any) -> RankPart:
 def check_batches(options: Options) -> None:
     """Check that batches are large enough to keep the ranks of a stream in step.
 
-    A rank takes samples from its readers in turn. If they outnumber a batch's samples,
-    and some have ended, a batch may be empty, and the rank is ahead of the others.
+    A rank takes samples from its readers in turn. If it has more readers than a batch
+    has samples, a batch may be empty once readers end: ranks are then out of step.
     """
     outline, size = options.outline(), options.batch_size or 1
     ranks = outline.world_size * options.readers
@@ -105,8 +105,8 @@ def end_rounds(
 ) -> Any:
     """Return the ``EpochEndRounds`` by which ranks agree on an end, or None.
 
-    Needed if ranks have unknown numbers of batches and must end together. ``own`` is
-    this rank's part of the stream; ``start`` batches of ``epoch`` were delivered.
+    Needed only if ranks have unknown numbers of batches and must end together.
+    ``own``: this rank's part of the stream. ``start``: batches delivered in ``epoch``.
     """
     outline = options.outline() if own is None else own.outline()
     dataset, (rank, ranks) = options.dataset, outline.ranks or (0, 1)
@@ -148,7 +148,7 @@ def _ranks_from_environment() -> tuple[int, int]:
 
 
 def rank_part(rank: Any, world_size: Any, tail: Tail) -> RankPart:
-    """Return the part of a rank, once rank and world size are checked."""
+    """Return a rank's part; raise unless rank and world size are valid."""
     if rank is None or world_size is None:
         raise ValueError(
             f"rank and world_size go together, got rank={rank!r} and "
@@ -230,7 +230,7 @@ def warn_of_repeats() -> bool:
 def make_samplers(
     options: Options, given: RankPart | None, shuffle: Any
 ) -> tuple[Any, Any, int | None]:
-    """Return sampler, batch sampler and batch size as torch's loader sets them."""
+    """Return sampler, batch sampler and batch size; without ranks, as in torch."""
     sampler, batch_sampler = options.sampler, options.batch_sampler
     size, dataset, generator = options.batch_size, options.dataset, options.generator
     if sampler is None:
@@ -254,13 +254,13 @@ def make_samplers(
 
 
 def _check_lengths(dataset: Any, batch_sampler: Any) -> None:
-    """Check that a sampler by length has as many lengths as the dataset has samples."""
+    """Check that a sampler with lengths has one for each sample of the dataset."""
     for part in nested(batch_sampler):
         lengths = getattr(part, "lengths", None)
         if lengths is None or not isinstance(part, KeyedOrder):
             continue
         expected = len(lengths)
-        count = operator.length_hint(dataset, expected)  # it may have no length
+        count = operator.length_hint(dataset, expected)  # or ``expected`` if unknown
         if count != expected:
             raise ValueError(
                 f"the {type(part).__name__} has the lengths of {expected:,} samples, "
@@ -284,7 +284,7 @@ def copy_keyed_order(sampler: Any, batch_sampler: Any) -> tuple[Any, Any]:
 
 
 def apply_shuffle(dataset: Any, shuffle: Any) -> tuple[Any, Any]:
-    """Apply ``shuffle`` to an ``IterDataPipe``; return it and what is left to apply."""
+    """Return dataset and ``shuffle``; an ``IterDataPipe`` is shuffled here instead."""
     if not isinstance(dataset, IterDataPipe):
         return dataset, shuffle
     return graph_settings.apply_shuffle_settings(dataset, shuffle=shuffle), None

@@ -48,7 +48,7 @@ DeviceLike: TypeAlias = (
     str | SupportsIndex | torch.device | DeviceMesh | Device[None] | None
 )
 
-# Samples whose batches typing cannot express. Any matches this first: its batch is Any.
+# Samples whose batch type cannot be expressed. ``Any`` matches these overloads first.
 Opaque: TypeAlias = (
     NamedFields
     | tuple[NamedFields, ...]
@@ -83,7 +83,7 @@ class KeywordOnly(TypedDict, total=False):
 class Arguments(KeywordOnly, total=False):
     """All arguments that cannot change the type of a batch.
 
-    So neither ``tail="pad"`` nor a ``Device`` with a transform.
+    They exclude ``tail="pad"`` and a ``Device`` with a transform.
     """
 
     shuffle: bool | None

@@ -128,7 +128,7 @@ def make_source(
             timeout=options.patience,
             restarts=options.on_timeout == "restart",
         )
-    except BaseException:  # Ctrl-C, say
+    except BaseException:  # such as Ctrl-C
         release()
         raise
 
@@ -157,7 +157,7 @@ def _queue(
 
 
 def _place(options: Options, *, is_async: bool) -> RunnerPlace:
-    """Return where this process does its part of the work."""
+    """Return the runner's place: the thread or loop of this process's part."""
     is_here = options.workers == "thread" or isinstance(options.workers, Executor)
     if options.pool_reads and not is_here:
         return "pool"
@@ -254,7 +254,7 @@ def _fixed_arguments(options: Options) -> tuple[str, ...]:
     names = [name for name in FIRST_VALUES if isinstance(getattr(options, name), Auto)]
     if options.collates_async and not options.reads_in_workers:
         names.append("num_workers")  # everything runs on the loop
-    if hasattr(options.dataset, "num_threads"):  # its threads limit it, not coroutines
+    if hasattr(options.dataset, "num_threads"):  # threads limit its reads
         names.append("concurrency")
     return tuple(names)
 
@@ -297,7 +297,7 @@ def _mover(options: Options, live: LoaderResources) -> "Mover | None":
 
 
 def make_maker(options: Options, epoch: Epoch, live: LoaderResources) -> BatchMaker:
-    """Return the maker of an epoch's batches, in this process or for workers."""
+    """Return the ``BatchMaker`` of an epoch, for this process or its workers."""
     samples, before = options.samples, epoch.start.delivered()
     dataset, part, collate_fn = options.dataset, options.part, options.collate_fn
     by_sample = options.rng == "sample"
@@ -308,7 +308,7 @@ def make_maker(options: Options, epoch: Epoch, live: LoaderResources) -> BatchMa
     is_even, dataset_epoch = part.world_size > 1, epoch.dataset_epoch
     if dataset_epoch is None:
         dataset_epoch = live.numbers.chosen[1]
-    if options.is_own_stream:  # it yields this rank's part itself
+    if options.is_own_stream:  # the stream yields this rank's part itself
         dataset = options.for_epoch(dataset)
         outline = dataset.outline()
         dataset_epoch, total = outline.chosen_epoch, outline.total
@@ -358,7 +358,7 @@ def _pinning(collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _around(options: Options) -> Callable[[BatchTask], Any]:
-    """Return the context that sets up random numbers for a batch's plain code here."""
+    """Return the context manager that seeds a batch's plain code in this process."""
     if not options.is_keyed:
         return nullcontext
     if not options.num_workers:

@@ -2,8 +2,8 @@
 
 A state is a dict of a few numbers with checksums, ready for JSON if the dataset's state
 is. Workers, prefetching and devices are not saved and may differ at the load. Only
-delivered batches count: the dataset's state is that after the last delivered batch, of
-each reader of an iterable or each worker's copy of a map-style dataset.
+delivered batches count. The dataset's state is saved as of the last delivered batch,
+for each reader of an iterable or each worker's copy of a map-style dataset.
 Source: torchdata 0.11, ``stateful_dataloader/worker.py``.
 """
 
@@ -36,15 +36,15 @@ _LOADER = "loader"  # the key of this process's dataset, in place of a worker's 
 def _must_match(
     differs: str, of: Callable[[Options], Any], *, if_known: bool = False
 ) -> Any:
-    """Declare a field that must equal the value ``of`` the loader that loads the state.
+    """Declare a field that must have the same value in the loader that loads the state.
 
-    ``differs`` is the error message if not. With ``if_known``, None equals anything.
+    ``of`` returns that value, ``differs`` is the error; ``if_known``: None fits all.
     """
     rule = {"differs": differs, "of": of, "if_known": if_known}
     return field(default=None, metadata=rule)
 
 
-# Such a field is saved as the tuple ``(value, checksum)``, or ``()`` if it is empty:
+# A sealed field is saved as the tuple ``(value, checksum)``, or ``()`` if it is empty:
 # ``torch.distributed.checkpoint`` would restore only those entries of a mapping that a
 # fresh loader has too, but saves a tuple as one value.
 _SEALED = {"is_sealed": True}
@@ -60,7 +60,7 @@ def _length_of(options: Options) -> int | None:
 def _tail_of(options: Options) -> str | None:
     if not options.is_own_stream or options.outline().world_size == 1:
         return None
-    return options.tail or "wrap"  # the lengths of the ranks' parts depend on it
+    return options.tail or "wrap"  # the lengths of the ranks' parts depend on ``tail``
 
 
 @dataclass(eq=False, repr=False)
@@ -110,21 +110,21 @@ class LoaderState:
     beyond: list[int] = field(default_factory=list)  # and these later ones
     # The base seed of random numbers; None: not drawn yet.
     seed: int | None = field(default=None, metadata=_SEALED)
-    # What restores the order.
+    # Data that restores the order.
     order: State = field(default_factory=dict, metadata=_SEALED)
     # States of the generators that epochs draw from: the user's, of the ``"loader"``
     # and the ``"sampler"``, and torch's ``"default"`` one.
     generators: State = field(default_factory=dict, metadata=_SEALED)
-    # By reader: of the sampler, or of each reader of an iterable.
+    # States of an iterable's readers, or of a map-style dataset's sampler ("0").
     states: State = field(default_factory=dict, metadata=_SEALED)
-    # The same of aioloader's streams, at the end of the previous epoch.
+    # The states of an aioloader stream, by reader, at the previous epoch's end.
     last: State = field(default_factory=dict, metadata=_SEALED)
-    # Of a map-style dataset: this process's, or by worker.
+    # States of a map-style dataset: this process's, or by worker.
     datasets: State = field(default_factory=dict, metadata=_SEALED)
 
     @classmethod
     def of(cls, options: Options, **values: Any) -> "LoaderState":
-        """Return a state of these values and of the fields that a load compares."""
+        """Return a state with these values, and the values that a load compares."""
         values |= {each.name: each.metadata["of"](options) for each in MUST_MATCH}
         return cls(**values)
 
@@ -145,10 +145,10 @@ _PLAIN_FIELDS = [each.name for each in _FIELDS if each.name not in _SEALED_FIELD
 
 
 def unsealed(state: Any) -> LoaderState:
-    """Return the state of a saved dict.
+    """Return the ``LoaderState`` that a saved dict contains.
 
     Raises:
-        StateMismatchError: If it is no state, of another version, or damaged.
+        StateMismatchError: If it is not a state, has another version, or is damaged.
     """
     if not isinstance(state, Mapping) or "version" not in state:
         keys = sorted(map(str, state)) if isinstance(state, Mapping) else state
@@ -200,10 +200,10 @@ def state_of(
     newer: Epoch | None,
     kept: int | None,
 ) -> State:
-    """Return the saved dict of a loader.
+    """Return a loader's state, as the dict that ``state_dict`` returns.
 
-    ``epoch`` is the latest that has started, ``newer`` the next one if an iterator was
-    made for it; ``kept`` is the base seed of persistent workers.
+    ``epoch``: the latest started one. ``newer``: the next one, if an iterator was made
+    for it. ``kept``: the base seed of persistent workers, or None.
     """
     if newer is not None and newer.number >= 0:  # its workers have started
         epoch, newer = newer, None
@@ -236,7 +236,7 @@ def state_of(
 
 
 def epoch_settings(options: Options) -> State:
-    """Return settings besides the sampler's that determine an epoch's samples."""
+    """Return the settings, besides the sampler's, that decide an epoch's samples."""
     dataset = options.dataset
     drop_last = getattr(options.batch_sampler, "drop_last", options.drop_last)
     is_mixture = type(dataset) is Subset and hasattr(dataset.indices, "described")
@@ -247,7 +247,7 @@ def epoch_settings(options: Options) -> State:
 def fingerprint_of(dataset: Any) -> State:
     """Return the fingerprints of aioloader's datasets in ``dataset``, by entry.
 
-    Each value is a list with an item per dataset; None if it has no such entry.
+    Each value is a list with an item per dataset: None if that lacks the entry.
     """
     prints = [*filter(None, (own.fingerprint() for own in own_datasets(dataset)))]
     names = {name for entries in prints for name in entries}
@@ -261,7 +261,7 @@ def _between(
     drawn: Epoch | None,
     kept: int | None,
 ) -> LoaderState:
-    """Return the state between epochs; the next one may be ``drawn``, but not begun."""
+    """Return the state between epochs; ``drawn``: the next epoch, if drawn already."""
     state = LoaderState.of(options, epoch=numbers.next)
     state.seed = kept if drawn is None else drawn.base_seed
     state.dataset_epoch = epoch_of(options.dataset)
@@ -272,7 +272,7 @@ def _between(
     if epoch is not None and options.is_own_stream:
         outline = options.outline()
         first = stream_start(options, outline, epoch, numbers.next).states
-        if epoch.progress.is_over:  # other ranks may not be: see ``merge_states``
+        if epoch.progress.is_over:  # but not on all ranks: see ``merge_states``
             state.last = _str_keys(epoch.progress.position().states)
     state.states = _str_keys(first)
     if options.kind is Kind.MAP:
@@ -284,9 +284,9 @@ def _between(
 
 
 def pending_state(options: Options, loaded: LoaderState, drawn: Epoch | None) -> State:
-    """Return the saved dict of a loaded state that no iteration has resumed from.
+    """Return the dict of a loaded state that no iteration has resumed from.
 
-    An epoch may have been ``drawn`` for it since, and the user may have set its number.
+    It includes the epoch ``drawn`` since, if any, and epochs that the user has set.
     """
     state, sampler = copy.deepcopy(loaded), options.index_sampler
     if drawn is not None:
@@ -328,7 +328,7 @@ def record_first_states(
 ) -> None:
     """Record the dataset's states at the start of an epoch.
 
-    Kept readers, or workers' copies, continue from the epoch before.
+    They continue from the epoch ``before``, unless new workers copy the dataset.
     """
     if options.kind is not Kind.MAP:
         epoch.first = first_states(options, before, is_kept=is_kept)
@@ -348,9 +348,9 @@ def record_first_states(
 def stream_start(
     options: Options, outline: Outline, before: Epoch | None, number: int
 ) -> EpochPosition:
-    """Return where epoch ``number`` of one of aioloader's streams starts.
+    """Return the position where epoch ``number`` of an aioloader stream starts.
 
-    Some streams continue where the epoch before ended.
+    Some streams continue where the epoch ``before`` ended.
     """
     if before is None or not outline.continues:
         return BEGINNING
@@ -406,8 +406,8 @@ def _latest_copy(state: LoaderState) -> Any:
 def restore(options: Options, state: LoaderState, loads: StateLoads) -> None:
     """Restore generators, epoch numbers and dataset of this process from a state.
 
-    This happens at the load, as in ``torch.set_rng_state``: a script may then seed the
-    generators or set epochs. A state within an epoch is restored again at its start.
+    This happens at the load, as in ``torch.set_rng_state``, so that a script may then
+    seed generators or set epochs. When an epoch resumes, it restores its state again.
 
     Raises:
         StateMismatchError: If the dataset cannot load a state.
@@ -423,10 +423,10 @@ def restore(options: Options, state: LoaderState, loads: StateLoads) -> None:
 
 
 def _restore_dataset(options: Options, state: LoaderState, loads: StateLoads) -> None:
-    """Load the state of this process's dataset; of an iterable, between epochs only.
+    """Load the state of this process's dataset; for an iterable only between epochs.
 
-    It may set torch's generator, from which the next epoch draws before it starts. If
-    workers have copies of the dataset, the generators of this process stay unchanged.
+    The dataset may set torch's generator, from which the next epoch is drawn. If
+    workers have copies of the dataset, this process's generator stays unchanged.
     """
     saved, dataset = state.datasets, options.dataset
     if saved and not options.is_stateful:
@@ -456,16 +456,16 @@ def restore_sampler(options: Options, state: LoaderState) -> None:
 
 
 def start_of(options: Options, state: LoaderState) -> EpochPosition:
-    """Return where an epoch starts that resumes from a state."""
+    """Return the position at which an epoch resumes from a state."""
     states = {int(reader): saved for reader, saved in state.states.items()}
     if state.seed is None and options.kind is Kind.MAP:
         states = {}  # ``restore_sampler`` has used them
     copies: States = {}  # by default workers copy the loader's dataset
-    if not options.has_copies:  # between epochs, it has drawn more since the load
+    if not options.has_copies:  # between epochs, the dataset may be newer
         copies = {0: _latest_copy(state)} if state.datasets and state.done else {}
     elif _LOADER not in state.datasets:
-        # Each worker gets the state of its predecessor; if their number has changed,
-        # that of the worker that made the last delivered batch.
+        # Each worker gets its predecessor's state. If their number has changed, all get
+        # the state of the worker that made the last delivered batch.
         copies = {int(worker): saved for worker, saved in state.datasets.items()}
         if copies and len(copies) != options.num_workers:
             copies = dict.fromkeys(range(options.num_workers), _latest_copy(state))
@@ -505,7 +505,7 @@ def warn_of_inexact_resume(
         rereads = not any({"iterator", "dataset"} & state.keys() for state in states)
         is_known = options.is_stateful or epoch.dataset_epoch is not None
         is_new = options.has_copies and not options.persistent_workers
-        counts = not (is_known or is_new)  # new workers start from this one's dataset
+        counts = not (is_known or is_new)  # new workers copy this process's dataset
     problem = f"{name} has no state_dict()"
     if outline is not None:
         problem += " that from_iterable uses"

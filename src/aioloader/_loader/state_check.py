@@ -62,10 +62,10 @@ _SEED_HINT = "give the loaders of all ranks the same sampler, seeded alike"
 
 
 def fitted(options: Options, state: LoaderState, *, strict: bool) -> LoaderState:
-    """Check a state, and convert its stream's states to this loader's workers.
+    """Check a state; convert the states of a stream's readers to this loader's workers.
 
     Raises:
-        StateMismatchError: If a different loader or stream saved it; names both.
+        StateMismatchError: If the state is of a different loader or stream.
     """
     if not strict:  # copies of shards have other versions
         order = {key: value for key, value in state.order.items() if key != "versions"}
@@ -106,7 +106,7 @@ def _check(options: Options, state: LoaderState) -> None:
         return  # its contents are compared; counting its batches takes long
     with contextlib.suppress(TypeError, NotImplementedError):
         delivered = max((state.done, *(number + 1 for number in state.beyond)))
-        # Rank 0 has the most batches: this one may have one less.
+        # Rank 0 has the most batches; this rank may have one fewer.
         most = options.length(options.part._replace(rank=0, tail="uneven"))
         if delivered > most:
             _refuse("an epoch of {} batches or more", delivered, most)
@@ -117,7 +117,7 @@ def _counted(value: Any) -> str:
 
 
 def _check_order(options: Options, state: LoaderState) -> None:
-    """Check the sampler's settings, and the seed of the generator it draws from."""
+    """Check the sampler's settings, and the seed of the generator that it uses."""
     saved, mine, is_map = state.order, epoch_settings(options), options.kind is Kind.MAP
     if is_map:
         mine |= described(options.index_sampler)
@@ -166,13 +166,13 @@ def _refuse(label: str, saved: Any, actual: Any) -> NoReturn:
 
 
 def for_workers(state: LoaderState, readers: int, *, is_part: bool = True) -> State:
-    """Return the states of a stream's readers, for ``readers`` workers.
+    """Return a stream's saved states, converted for ``readers`` workers.
 
     If all workers have delivered equally many batches, their states are merged, and any
     number of workers resumes from the result. ``is_part``: other ranks have the rest.
 
     Raises:
-        StateMismatchError: If workers are not in step, and their number differs.
+        StateMismatchError: If ``readers`` differs and saved workers were not in step.
     """
     states, saved = state.states, state.readers
     parts = [entry["dataset"] for entry in states.values()]
@@ -201,8 +201,8 @@ def for_workers(state: LoaderState, readers: int, *, is_part: bool = True) -> St
 def merge_states(states: Iterable[State]) -> State:
     """Merge the states of all ranks into one that any number of ranks can load.
 
-    All must be saved after the same number of batches. Include a rank that had fewer
-    batches, with its state between epochs.
+    All ranks must save after the same number of batches. Include the ranks whose epoch
+    has ended earlier, with their states between epochs.
 
     Args:
         states: What ``state_dict`` of each rank's loader returned, in any order.
@@ -272,7 +272,7 @@ def _check_alike(
 
 
 def _check_orders(states: Sequence[LoaderState]) -> None:
-    """Check that all ranks have one order; before an epoch, some have not drawn it."""
+    """Check that all ranks have the same order; some may not have drawn it yet."""
     first = states[0].order
     for state in states:
         for key, value in state.order.items():

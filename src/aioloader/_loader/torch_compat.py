@@ -47,7 +47,7 @@ class TorchLoader(torch.utils.data.DataLoader[Any], AddedArguments, Generic[Batc
     dataset: Any
     close: Callable[[], None]
     _live: Any
-    # Of subclasses: the arguments that torch lacks, apart from attributes of that name.
+    # In subclasses: aioloader's arguments, apart from attributes of the same name.
     _own: SimpleNamespace | None = None
     _is_subclassed = False
     _has_own_order = False  # overrides ``_index_sampler`` or ``_auto_collation``
@@ -73,8 +73,8 @@ class TorchLoader(torch.utils.data.DataLoader[Any], AddedArguments, Generic[Batc
     def _keep_arguments(self, arguments: dict[str, Any]) -> None:
         """Keep the arguments as attributes.
 
-        A subclass written for torch's loader may use names of aioloader's arguments for
-        itself. So subclasses also keep these arguments in ``_own``, which counts.
+        A subclass written for torch's loader may use such a name for something else. So
+        subclasses keep aioloader's arguments in ``_own``, which the loader reads.
         """
         for name in TORCH_NAMES:
             setattr(self, name, arguments[name])
@@ -102,7 +102,7 @@ class TorchLoader(torch.utils.data.DataLoader[Any], AddedArguments, Generic[Batc
 
     @multiprocessing_context.setter
     def multiprocessing_context(self, context: Any) -> None:
-        """Set a context, or the one of a start method's name."""
+        """Set the context; accept a start method's name, too."""
         is_made = vars(self).get("_DataLoader__initialized")  # the constructor checks
         if is_made and context is not None:
             context = context_of(context, self.num_workers, self.workers)
@@ -110,7 +110,7 @@ class TorchLoader(torch.utils.data.DataLoader[Any], AddedArguments, Generic[Batc
 
     @property
     def _iterator(self) -> Any:
-        """The iterator of persistent workers, a substitute between epochs, or None.
+        """The iterator with persistent workers, a substitute between epochs, or None.
 
         Code written for torch calls ``_shutdown_workers`` and sets this to None, so
         that new workers see a changed dataset.
@@ -138,7 +138,7 @@ class TorchLoader(torch.utils.data.DataLoader[Any], AddedArguments, Generic[Batc
     def _is_accelerate_prepared(self) -> bool:
         """Whether accelerate should leave the loader as it is.
 
-        Only ``Accelerator.prepare`` reads it, before it rebuilds the loader.
+        Only ``Accelerator.prepare`` reads it; ``check_torch_suffices`` may raise then.
         """
         prepared: bool | None = vars(self).get("_accelerate_prepared")
         if prepared is None:
@@ -177,7 +177,7 @@ def refuse_overridden(cls: Any, base: Any) -> None:
 
 
 def refuse_keyed(loader: Any) -> None:
-    """Refuse a ``KeyedOrder`` in a subclass that overrides torch's order."""
+    """Refuse a ``KeyedOrder`` if the subclass overrides how torch orders samples."""
     order = index_sampler_of(loader.sampler, loader.batch_sampler)
     if isinstance(order, KeyedOrder):
         raise TypeError(
@@ -188,7 +188,7 @@ def refuse_keyed(loader: Any) -> None:
 
 
 def check_torch_suffices(loader: TorchLoader[Any]) -> None:
-    """Check that torch's loader, made from these arguments, gives the same batches."""
+    """Raise if torch's loader would make other batches, else warn that it is used."""
     advice = (
         "use aioloader.accelerate.prepare(accelerator, ...) instead of "
         "accelerator.prepare(...), or for transformers' Trainer the TrainerMixin there"
@@ -243,7 +243,7 @@ def _expand_signature(cls: type[TorchLoader[Any]]) -> None:
     init: Any = vars(owner)["__init__"]
     if owner is not cls:
         if issubclass(owner, TorchLoader):
-            return  # done already
+            return  # its signature is expanded already
         init = _wrapped(init)
     if not inspect.isfunction(init):
         return
@@ -264,12 +264,12 @@ def _expand_signature(cls: type[TorchLoader[Any]]) -> None:
 def _merged(
     mine: list[inspect.Parameter], theirs: list[inspect.Parameter]
 ) -> list[inspect.Parameter]:
-    """Return my parameters, with the variadic ones replaced by theirs."""
+    """Return a subclass's parameters; its base's replace the variadic ones."""
     named = [each for each in mine if each.kind not in _VARIADIC]
     passes_all = len(named) == 1 and mine[1].kind is mine[1].VAR_POSITIONAL
     names = {each.name for each in named}
     rest = [each for each in theirs if each.name not in names]
-    if not passes_all:  # by name only
+    if not passes_all:  # ``**kwargs`` takes names only
         rest = [
             each if each.kind in _VARIADIC else each.replace(kind=each.KEYWORD_ONLY)
             for each in rest

@@ -1,1 +1,1 @@
-"""Which sample next: index batches, permutations, reordering, retries, failures."""
+"""The order of samples: samplers, permutations, mixtures, epochs, and ranks."""

@@ -2,7 +2,7 @@
 
 Only delivered batches count. With ``in_order=False``, a position is a number below
 which all batches were delivered, and the set of later batches that were delivered too.
-Pure and synchronous; positions may be read from any thread.
+Nothing here does I/O or awaits; positions may be read from any thread.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ class HasEpoch(Protocol):
 
 
 # The iteration that runs user code. A loader or stream that this code iterates takes
-# its epoch, instead of counting epochs: after a resume it would count from 0 again.
+# this iteration's epoch number: its own count would restart at 0 after a resume.
 UNDER_WAY: ContextVar[HasEpoch | None] = ContextVar("aioloader_epoch", default=None)
 
 
@@ -50,14 +50,14 @@ def under_way(driver: HasEpoch) -> Iterator[None]:
     try:
         yield
     finally:
-        # No token: a coroutine that is dropped may be closed in another context.
+        # No token: a dropped coroutine may be closed in another context.
         if UNDER_WAY.get() is driver:
             UNDER_WAY.set(before)
 
 
 @dataclass(eq=False, repr=False)
 class EpochPosition:
-    """A position in an epoch."""
+    """A position in an epoch: which batches were delivered, and states after them."""
 
     done: int = 0  # every batch below this number was delivered
     beyond: frozenset[int] = frozenset()  # later batches that were delivered too
@@ -80,7 +80,7 @@ _LOCK = fork_safe(threading.RLock())
 class Progress:
     """The position of one iteration, whose batches come from readers in turn.
 
-    A batch that raised counts once a later batch is delivered.
+    A batch that raised an error counts as delivered once a later batch is.
     """
 
     def __init__(self, start: EpochPosition = BEGINNING, *, readers: int = 1) -> None:
@@ -89,12 +89,12 @@ class Progress:
         self._states = dict(start.states)
         self._datasets = dict(start.datasets)
         self._beyond: dict[int, Any] = {}  # state by batch, beyond ``_done``
-        # Delivered before the resume; the states after them are not known again yet.
+        # Batches delivered before the resume; their states are not known again yet.
         self._before = set(start.beyond)
         self._failed: dict[int, Any] = {}
         self._readers = readers
         self._ended: dict[int, int] = {}  # by reader: the first batch it cannot make
-        # The same of a stream that the loader reads, and the state there.
+        # For a stream that the loader reads: its first missing batch, its final state.
         self._end: tuple[int, Any] | None = None
         self._latest: tuple[int, Any] | None = None  # delivered, but not noted yet
         # There is one reader, and all batches before the latest were delivered.
@@ -103,8 +103,8 @@ class Progress:
     def take(self, number: int, state: Any = None) -> None:
         """Note that a batch was delivered (or is empty), and its reader's state.
 
-        The last call before delivery. It ends with one assignment, so that Ctrl-C finds
-        the batch either delivered or not.
+        This is the last call before delivery. It ends with one assignment, so that
+        Ctrl-C finds the batch either delivered or not.
         """
         latest = self._latest
         is_next = number == (self._done if latest is None else latest[0] + 1)
@@ -152,7 +152,7 @@ class Progress:
         self._datasets[worker] = state
 
     def position(self) -> EpochPosition:
-        """Return the current position, from any thread."""
+        """Return the current position; any thread may call this."""
         with _LOCK:
             self._settle()
             beyond = frozenset(self._before.union(self._beyond))
@@ -181,7 +181,7 @@ class Progress:
             self._advance()
 
     def _advance(self) -> None:
-        """Advance over delivered batches and those that ended readers will not make."""
+        """Advance over delivered batches, and over those of readers that have ended."""
         while True:
             done, reader = self._done, self._done % self._readers
             if self._end is not None and self._end[0] == done:
@@ -200,36 +200,36 @@ class Progress:
 
 @dataclass(eq=False, repr=False)
 class Epoch:
-    """One pass over the dataset: drawn when an iterator is made, started by its use."""
+    """One pass over the dataset: drawn for an iterator, started at its first step."""
 
     base_seed: int  # of random numbers in this epoch
     order: Order
     number: int = -1  # from 0; -1 until reserved
     order_epoch: int | None = None  # the epoch of the loader's ``KeyedOrder``
-    seen_order_epoch: int | None = None  # the ``KeyedOrder``'s at the reservation
+    seen_order_epoch: int | None = None  # the ``KeyedOrder``'s epoch at the reservation
     start: EpochPosition = BEGINNING  # where this iteration starts
-    # Of a stream: batches beyond the start, which are made but not delivered again.
+    # Of a stream: batches delivered out of order, which are made again and dropped.
     dropped: frozenset[int] = frozenset()
     progress: Progress = field(default_factory=Progress)  # of its consumer
     counters: Counters = field(default_factory=Counters)
     policy: FailurePolicy | None = None  # for failed samples
     turns: ReaderTurns | None = None  # numbers of the requests, if not ascending
     dataset_epoch: int | None = None  # the dataset's ``epoch``
-    saved: Any = None  # the ``LoaderState`` that it resumes from
+    saved: Any = None  # the ``LoaderState`` that the epoch resumes from
     first: dict[int, Any] = field(default_factory=dict)  # states of iterables' readers
     reads_ahead: bool = False  # samples are read before their batch is requested
-    state_head: Any = None  # the constant part of its state, once needed
+    state_head: Any = None  # the constant part of the saved state, once needed
 
     def begin(
         self, start: EpochPosition, *, readers: int = 1, in_order: bool = True
     ) -> None:
-        """Begin the epoch at a position; its order is drawn now."""
+        """Begin the epoch at a position, and draw the seed of its order."""
         self.counters.epoch = self.number
         self.order.prepare(self.order_epoch)
         if start is not BEGINNING or readers > 1:
             self.start = start
             self.progress = Progress(start, readers=readers)
-            if type(self.order) is Order:  # streams must be read past them
+            if type(self.order) is Order:  # a stream must be read past these batches
                 self.dropped = start.beyond
         if readers > 1 and not in_order:
             self.turns = ReaderTurns(readers, start.done)
@@ -240,15 +240,15 @@ class Epoch:
             self.policy.end()
 
     def is_untouched(self) -> bool:
-        """Tell whether nothing was delivered yet."""
+        """Tell whether this iteration has delivered nothing yet."""
         now, then = self.progress.position(), self.start
         is_equal = now.done == then.done and now.beyond == then.beyond
         return is_equal and not self.progress.is_over
 
     def requests(self, *, as_lists: bool = True) -> Iterator[IndexBatch]:
-        """Return the remaining requests, drawn as they are pulled; call it once.
+        """Return an iterator that draws the remaining requests; call this once.
 
-        Without ``as_lists`` an ``IndexOrder`` yields indices as tensors and ranges.
+        Without ``as_lists``, an ``IndexOrder`` yields indices as tensors and ranges.
         """
         order, start = self.order, self.start
         if isinstance(order, IndexOrder):
@@ -272,7 +272,7 @@ class Epoch:
 
 
 class EpochNumbers:
-    """The epoch numbers of a loader; sets the epoch of its ``KeyedOrder``."""
+    """A loader's epoch numbers; they also set the epoch of its ``KeyedOrder``."""
 
     def __init__(
         self, sampler: Any, number: int = 0, order_epoch: int | None = None
@@ -283,7 +283,7 @@ class EpochNumbers:
         self._order = sampler if isinstance(sampler, KeyedOrder) else None
         self._order_epoch = order_epoch  # the order's epoch, if it was set here
         self._is_chosen = False  # whether the user has chosen the next epoch
-        # Of iterators that have not started, since the user last chose an epoch.
+        # Epochs whose iterators have not started, since the user last chose an epoch.
         self._reserved: weakref.WeakSet[Epoch] = weakref.WeakSet()
         self._lock = fork_safe(threading.RLock())
 
@@ -294,7 +294,7 @@ class EpochNumbers:
         return EpochNumbers(sampler, self.next, self._order_epoch)
 
     def reserve(self, epoch: Epoch) -> None:
-        """Number an epoch and its order, as in its ``saved`` state or by new numbers.
+        """Number an epoch and its order: as saved, as in the outer iteration, or next.
 
         The number is free again if the epoch is dropped before it starts.
         """
@@ -317,11 +317,11 @@ class EpochNumbers:
                     if epoch.order_epoch is not None and held.order_epoch is not None:
                         next_epoch = held.order_epoch + 1
                         epoch.order_epoch = max(epoch.order_epoch, next_epoch)
-            epoch.number = number  # at once: another thread may reserve the next
+            epoch.number = number  # before another thread reserves the next one
             self._reserved.add(epoch)
 
     def release(self, epoch: Epoch) -> None:
-        """Free the number of an epoch that could not start; it may be retried."""
+        """Free the number of an epoch that could not start but may be retried."""
         epoch.number = -1
         with self._lock:
             self._reserved.discard(epoch)
@@ -333,7 +333,7 @@ class EpochNumbers:
             return max(self._reserved, key=number, default=None)
 
     def begin(self, epoch: Epoch) -> None:
-        """Count an epoch as started, unless another was chosen since it was made."""
+        """Count an epoch as started, unless the user has chosen another one since."""
         with self._lock:
             if epoch not in self._reserved:
                 return
@@ -346,7 +346,7 @@ class EpochNumbers:
             order, order_epoch = self._order, epoch.order_epoch
             if order is None or order_epoch is None:
                 return
-            # Unless the user has set another.
+            # Unless the user has set another epoch in the order.
             if order.epoch in {epoch.seen_order_epoch, self._order_epoch}:
                 if order.epoch == self._order_epoch and not is_again:
                     order_epoch = max(order_epoch, order.epoch)
@@ -354,7 +354,7 @@ class EpochNumbers:
                 self._order_epoch = order_epoch
 
     def choose(self, epoch: int) -> None:
-        """Make ``epoch`` the next one; the caller sets the sampler's epoch."""
+        """Make ``epoch`` the next one; the caller also sets it in the sampler."""
         epoch = operator.index(epoch)
         if epoch < 0:
             raise ValueError(f"epoch must not be negative, got {epoch}")
@@ -372,7 +372,7 @@ class EpochNumbers:
 
 
 def index_sampler_of(sampler: Any, batch_sampler: Any) -> Any:
-    """Return the sampler that determines the order: of batches, or else of indices."""
+    """Return the sampler that determines the order, of batches or of indices."""
     # Unless a program has replaced the ``__iter__`` of torch's class.
     is_torchs = type(batch_sampler) is BatchSampler
     if is_torchs and BatchSampler.__iter__.__module__ == BatchSampler.__module__:
@@ -402,7 +402,7 @@ def order_of(
         is_known = is_whole and not sampler.replacement
         draws = SamplerDraws(sampler, saved) if is_known else None
     given = size, part, saved.get("pulled", 0)
-    own = SeekableOrder if is_seekable else type(sampler)  # and not a user's __iter__
+    own = SeekableOrder if is_seekable else type(sampler)  # not a user's __iter__
     if size and is_known and sampler.__iter__.__module__ == own.__module__:
         return IndexOrder(*given, sampler=sampler, drop_last=drop_last, draws=draws)
     begins = not (is_torchs or isinstance(sampler, KeyedOrder))

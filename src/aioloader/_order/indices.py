@@ -1,9 +1,9 @@
 """Index batches from orders with random access, and the random state of samplers.
 
-Torch's samplers yield integers one by one. Of torch's exact classes, batches are sliced
-from one index tensor instead; a ``SeekableOrder`` is computed in blocks from the start
-position on. A sampler's order is repeated from its seed, or from the state of its
-generator before the order was drawn (3.4 KB of text).
+Torch's samplers yield integers one by one. For torch's exact classes, batches are
+sliced from one index tensor instead. A ``SeekableOrder`` is computed in blocks from the
+start position. A sampler's order is repeated from its seed, or from the state that its
+generator had before the order was drawn (3.4 KB of text).
 """
 
 import base64
@@ -31,9 +31,9 @@ from aioloader.protocols import set_epoch_of
 State: TypeAlias = dict[str, Any]
 WITH_GENERATOR = {RandomSampler, SubsetRandomSampler, WeightedRandomSampler}
 
-# Indices made at a time: a block of a ``SeekableOrder`` takes about 1 ms.
+# Indices made at a time; a block of a ``SeekableOrder`` takes about 1 ms.
 _BLOCK, _SHUFFLED_BLOCK, _FIRST_BLOCK = 1 << 15, 1 << 13, 1 << 10
-# Views of a block made at a time: cheaper than one by one, and takes only 0.1 ms.
+# Batches split from a block at a time: cheaper than singly, and takes only 0.1 ms.
 _VIEWS = 256
 # Indices up to which a permutation is drawn in about a millisecond.
 _QUICK_LENGTH = 1 << 16
@@ -48,14 +48,14 @@ class IndexBatch(NamedTuple):
     first: int  # position of its first sample in the order of all ranks
     indices: Any  # from the sampler
     padding: int = 0  # how many of the last indices are padding
-    state: Any = None  # the sampler's after this batch, if it has one
+    state: Any = None  # the sampler's state after this batch, if it has one
 
 
 @dataclass(eq=False, repr=False)
 class Order:
-    """One epoch's index batches on one rank; in this class, positions in a stream.
+    """One epoch's index batches on one rank; for a stream, unless subclassed.
 
-    They have no end: only the stream knows its end and its state.
+    A stream's indices are positions without an end: only the stream knows its end.
     """
 
     size: int | None  # samples per batch of a rank; None: a sampler yields batches
@@ -64,7 +64,7 @@ class Order:
     end: State | None = field(default=None, init=False)  # a sampler's final state
 
     def prepare(self, epoch: int | None = None, /) -> None:
-        """Draw what the state needs, once: a seed, but no permutation.
+        """Draw what a saved state needs, once: a seed, but no permutation.
 
         ``epoch`` is the epoch of a ``KeyedOrder``; None: its current one.
         """
@@ -76,7 +76,7 @@ class Order:
     def batches(
         self, start: int = 0, _after: State | None = None, /
     ) -> Iterator[IndexBatch]:
-        """Yield the batches from ``start`` on, given the state before; call it once."""
+        """Yield batches from number ``start``, given the state before; call once."""
         return self.batches_of(itertools.count(start))
 
     def batches_of(self, numbers: Iterable[int]) -> Iterator[IndexBatch]:
@@ -97,7 +97,7 @@ class Order:
         return True
 
     def _rank_part(self, batch: Any) -> tuple[Any, int, int]:
-        """Return this rank's part of a global batch, the padding, and its position.
+        """Return this rank's part of a global batch, its padding, and a position.
 
         The padding is taken from that position of the order: as in torch, it wraps.
         """
@@ -125,7 +125,7 @@ class IndexOrder(Order):
                 self._seekable.set_epoch(epoch)
 
     def draws_slowly(self, number: int, start: int, /) -> bool:
-        """Tell whether a long permutation is drawn: at the first batch, or the end."""
+        """Tell whether a long permutation is drawn: at the first batch and the end."""
         if self.draws is None or len(self.sampler) <= _QUICK_LENGTH:
             return False
         whole = (self.size or 1) * self.part.world_size
@@ -134,7 +134,7 @@ class IndexOrder(Order):
     def batches(
         self, start: int = 0, _after: Any = None, /, *, as_lists: bool = True
     ) -> Iterator[IndexBatch]:
-        """Yield the batches; indices are lists, or else tensors and ranges."""
+        """Yield the batches, with indices as lists, or else as tensors or ranges."""
         n, rank, is_alone = len(self.sampler), self.part.rank, self.part.world_size == 1
         whole = (self.size or 1) * self.part.world_size
         self.prepare()
@@ -169,7 +169,7 @@ class IndexOrder(Order):
         self._draw_unused()
 
     def _padded(self, batch: Any, indices: Any) -> tuple[Any, int]:
-        """Return this rank's part of a global batch, padded, and its padding."""
+        """Return this rank's padded part of a global batch, and how much is padding."""
         own, padding, position = self._rank_part(batch)
         if padding:
             again = int(indices[position % len(indices)])
@@ -177,7 +177,7 @@ class IndexOrder(Order):
         return own, padding
 
     def _draw_unused(self) -> None:
-        """Draw the unused permutation, once, if the user has passed a generator."""
+        """Draw torch's unused permutation, once, if the user passed a generator."""
         own = None if self.draws is None else self.sampler.generator
         if own is not None and not self.pulled:
             _permutation(len(self.sampler), own)
@@ -189,7 +189,7 @@ class IndexOrder(Order):
 
 
 def _permutation(n: int, generator: torch.Generator) -> torch.Tensor:
-    """Draw on the generator's device, ignoring torch's default; return on the CPU."""
+    """Draw a permutation on the generator's device, and return it on the CPU."""
     return torch.randperm(n, generator=generator, device=generator.device).cpu()
 
 
@@ -233,7 +233,7 @@ class SamplerDraws:
         self._is_drawn = sampler is not None
         self._draws_seed = own is None and type(sampler) is RandomSampler
         self._seed: int | None = saved.get("seed") if self._draws_seed else None
-        # "before": a user's sampler may draw nothing.
+        # "before" in states: a user's sampler may draw nothing.
         is_torchs = type(sampler) in WITH_GENERATOR
         self._key = "generator" if own is not None or is_torchs else "before"
         self._saved: State | None = saved.get(self._key) if self._is_drawn else None
@@ -247,7 +247,7 @@ class SamplerDraws:
     def begin(self) -> torch.Generator:
         """Return the generator to draw from, in its state before the order is drawn.
 
-        For a saved order it is a copy: the sampler's own has already drawn it.
+        For a saved order the generator is new: the sampler's own has drawn it already.
         """
         self.prepare()
         if self._seed is not None:
@@ -261,14 +261,14 @@ class SamplerDraws:
         return self._source
 
     def begin_later(self) -> None:
-        """Undo ``begin`` if nothing was drawn since: generator functions draw later."""
+        """Undo ``begin`` if nothing was drawn since; generator functions draw later."""
         before = self._before
         if before is not None and torch.equal(before, self._source.get_state()):
             self._before = None
 
     @contextlib.contextmanager
     def replayed(self) -> Iterator[None]:
-        """Within this context, let the sampler draw a saved order again."""
+        """Return a context in which the sampler draws a saved order again."""
         if self._saved is None:
             yield
             return
@@ -280,7 +280,7 @@ class SamplerDraws:
             self._source.set_state(now)
 
     def state(self) -> State:
-        """Return the state before the order was drawn, ready for JSON, or empty."""
+        """Return the JSON-ready random state before the order was drawn, if known."""
         if self._seed is not None:
             return {"seed": self._seed}
         if self._saved is not None:
@@ -289,7 +289,7 @@ class SamplerDraws:
 
 
 def nested(sampler: Any) -> Iterator[Any]:
-    """Yield a sampler and those it wraps as ``sampler`` or ``batch_sampler``."""
+    """Yield a sampler, and those that it wraps as ``sampler`` or ``batch_sampler``."""
     seen: list[Any] = []
     waiting = [sampler]
     while waiting:
@@ -319,10 +319,10 @@ def described(sampler: Any) -> State:
 
 
 def contents_of(sampler: Any) -> State:
-    """Return a checksum of the indices or weights that an epoch is drawn from.
+    """Return a checksum of the indices or weights from which an epoch is drawn.
 
-    They may change between epochs, but not within one. Empty if there are none, or they
-    are no numbers. Long lists are sampled.
+    These may change between epochs, but not within one. The result is empty if there
+    are none, or they are not numbers. Of long lists, some entries are used.
     """
     values: Any
     for part in nested(sampler):
@@ -343,7 +343,7 @@ def contents_of(sampler: Any) -> State:
 
 
 def _sampled(part: Any, most: int) -> Any:
-    """Return evenly spread entries of a long sequence, and its last one."""
+    """Return evenly spread entries of a long sequence, or a short one unchanged."""
     if not isinstance(part, (list, tuple, range)) or len(part) <= most:
         return part
     return [*part[:: len(part) // most], part[-1]]
@@ -355,7 +355,7 @@ def epoch_of(part: Any) -> int | None:
 
 
 def set_epoch(part: Any, epoch: int | None) -> int | None:
-    """Set the epoch that ``epoch_of`` reads, unless None; return the current one."""
+    """Set the epoch that ``epoch_of`` returns, if not None; return the current one."""
     counts = _with_epoch(part)
     if epoch is not None:
         set_epoch_of(counts, epoch)

@@ -1,8 +1,8 @@
-"""Mixtures: the source of each position of an order, by weights.
+"""Mixtures: which source each position of an order comes from, given weights.
 
-It is computed from the position in integers, without random numbers: after any number
-of positions, each source has its share of them, to within 1.5 samples. Readers that
-take turns have about the same shares, unless they are many more than the weights.
+The source follows from the position by integer arithmetic, without random numbers.
+After any number of positions, each source has its share, to within 1.5 samples. Each of
+several readers has about the same shares, unless readers far outnumber the weights.
 """
 
 import math
@@ -28,26 +28,26 @@ IntegerArray: TypeAlias = "NDArray[np.integer[Any]]"
 Weighting: TypeAlias = Sequence[float] | Mapping[str, float]
 Weights: TypeAlias = Weighting | Sequence[tuple[int, Weighting]]
 _MAX_WEIGHT_SUM = 1 << 40
-_MAX_DISTANCE = 3  # of a source from its share, in half samples
+_MAX_DISTANCE = 3  # of a source's count from its share, in half samples
 # Limits on the samples planned at once, and on the size of the arrays for this.
 _MAX_PLANNED = 1024
 _MAX_SIZE = 1 << 15
 
 
 class Proportions:
-    """Divides positions between sources by weight, by a binary tree of splits.
+    """The division of positions between sources by weight, in a binary tree.
 
-    Of the first ``n`` positions of a node, one side has ``floor(n * f + 1/2)``, where
-    ``f`` is its fraction of the weight. So the distance of a source from its share is
-    at most half the sum of its fractions of the nodes above it, except the root. Nodes
-    are joined to keep that small.
+    Of a node's first ``n`` positions, one child gets ``floor(n * f + 1/2)``, where
+    ``f`` is that child's fraction of the weight. So a source's count differs from its
+    share by at most half the sum of its fractions of the nodes above it, except the
+    root. Nodes are joined to keep that small.
     """
 
     def __init__(self, weights: Sequence[int]) -> None:
         self.count = len(weights)
         self._weights = [*weights]  # then those of inner nodes; the root is last
         self._splits: list[tuple[int, int, int]] = []  # nodes, from the root down
-        # Weight, number, and by source the sum of its fractions.
+        # A node: its weight, its number, and each source's sum of fractions.
         nodes: list[tuple[int, int, dict[int, float]]]
         nodes = [(weight, leaf, {leaf: 0.0}) for leaf, weight in enumerate(weights)]
         while len(nodes) > 1:
@@ -74,9 +74,9 @@ class Proportions:
     def counts(
         self, first: int, more: "IntegerArray | int" = 0
     ) -> list[tuple[int, Any]]:
-        """Return how many of the ``first + more`` first positions each source has.
+        """Return each source's count among the first ``first + more`` positions.
 
-        Each is the count for ``first``, and an array of what ``more`` adds to it.
+        Each item is the count for ``first``, and an array of what ``more`` adds.
         """
         counts = {len(self._weights) - 1: (first, more)}
         for node, left, right in self._splits:
@@ -89,17 +89,17 @@ class Proportions:
         return [counts[source] for source in range(self.count)]
 
     def reach(self, source: int, count: int) -> int:
-        """Return the least number of positions of which ``source`` has ``count``."""
+        """Return the fewest positions among which ``source`` has ``count``."""
         most = (count + _MAX_DISTANCE) * self._total // self._weights[source] + 1
         return bisect_left(
             range(most), count, key=lambda first: self.counts(first)[source][0]
         )
 
     def sources(self, share: ReaderShare, first: int, most: int) -> IntegerArray:
-        """Return the sources of a reader's 1 to ``most`` samples from round ``first``.
+        """Return the source of each of a reader's next samples, up to ``most``.
 
-        Readers take other positions in each round: if they did not, two readers of two
-        equal sources would each read only one of them.
+        ``first``: their first round. Readers change positions in each round: otherwise
+        two readers of two equal sources would each read only one source.
         """
         readers = share.readers
         count = max(1, min(most, _MAX_PLANNED, _MAX_SIZE // (self.count * readers)))
@@ -120,7 +120,7 @@ class Proportions:
     def _starts(self, readers: int, first: int, count: int) -> IntegerArray:
         """Return reader 0's position in each round, so that shares hold everywhere.
 
-        A round that starts at ``x`` has the positions from ``x`` on, then those before.
+        A round that starts at ``x`` has the positions from ``x``, then those before it.
         Its distances from the shares are shifted by the distance at ``x``.
         """
         begin, total = first * readers, self._total
@@ -158,7 +158,7 @@ class Stage(NamedTuple):
 
 
 class Schedule:
-    """The weights of sources, by position, and when the mixture ends.
+    """The weights of the sources at each position, and when the mixture ends.
 
     Raises:
         ValueError: If weights are not positive or have wrong names, if stages do not
@@ -187,7 +187,7 @@ class Schedule:
         self._made: dict[tuple[int, ...], Stage] = {}
 
     def stage(self, position: int, ended: Collection[int]) -> Stage:
-        """Return the stage of a position, given the sources that have ended."""
+        """Return the stage at a position, given the sources that have ended."""
         number = bisect_right(self.stages, position, key=itemgetter(0)) - 1
         key = number, *ended
         if key not in self._made:
@@ -202,7 +202,7 @@ class Schedule:
     def sources(
         self, taken: int, share: ReaderShare, ended: Collection[int]
     ) -> IntegerArray:
-        """Return the sources of a reader's next samples, after ``taken`` samples."""
+        """Return the source of each of a reader's next samples, after ``taken``."""
         readers, most = share.readers, _MAX_PLANNED
         position = taken * readers + share.reader
         stage = self.stage(position, ended)
@@ -217,7 +217,7 @@ class Schedule:
 
 
 def _exact(weights: Any, names: Sequence[str]) -> list[int]:
-    """Return weights as integers with the same ratios.
+    """Return the weights as integers in the same ratios, by source.
 
     Decimals are exact, unless the sum would exceed ``_MAX_WEIGHT_SUM``.
     """
@@ -229,7 +229,7 @@ def _exact(weights: Any, names: Sequence[str]) -> list[int]:
         weights = [weights[name] for name in names]
     try:
         exact = [Fraction(str(weight)) for weight in weights]
-    except ValueError:  # not finite, or no numbers
+    except ValueError:  # not finite, or not numbers
         exact = []
     if len(exact) != len(names) or min(exact) <= 0:
         raise ValueError(
@@ -248,8 +248,8 @@ class MixedIndices(Sequence[int]):
 
     def __init__(self, lengths: Sequence[int], schedule: Schedule) -> None:
         self._described = checksum([*lengths, schedule.stages, schedule.until])
-        # Positions in which no source ends: their start, their stage, and by source
-        # what to add to its count to get an index.
+        # Ranges in which no source ends: their start, their stage, and what to add to
+        # each source's count to get an index.
         self._segments: list[tuple[int, Stage, list[int]]] = []
         start = 0
         nexts = list(accumulate(lengths, initial=0))
@@ -261,7 +261,7 @@ class MixedIndices(Sequence[int]):
             pairs = zip(sources, counts, strict=True)
             shifts = [nexts[source] - its for source, (its, _) in pairs]
             self._segments.append((start, stage, shifts))
-            # By source: the position at which it would need a sample more than it has.
+            # By source: the position that would need one sample more than it has.
             lacking = [
                 shares.reach(place, ends[source] - shifts[place] + 1) - 1
                 for place, source in enumerate(sources)
@@ -278,7 +278,7 @@ class MixedIndices(Sequence[int]):
         self._length = start
 
     def described(self) -> dict[str, Any]:
-        """Return a checksum that states compare."""
+        """Return the checksum of lengths and weights, which a load compares."""
         return {"mixture": self._described}
 
     def __len__(self) -> int:
@@ -288,7 +288,7 @@ class MixedIndices(Sequence[int]):
         """Return the index at a position; negative ones count from the end.
 
         Raises:
-            IndexError: If it is out of range.
+            IndexError: If the position is out of range.
         """
         position = range(self._length)[index(position)]
         segment = bisect_right(self._segments, position, key=itemgetter(0)) - 1

@@ -1,8 +1,8 @@
 """The order of a sampler that can only be iterated, and how to restore it.
 
-An order is made for one iteration and draws random numbers when torch does. To restore
-it, torch's samplers draw again from a seed; a sampler with ``state_dict`` is saved
-after each batch; any other sampler is iterated again up to the position.
+An order is made for one iteration, and draws random numbers when torch does. To restore
+it, torch's samplers draw again from a seed. A sampler with ``state_dict`` is saved
+after each batch. Any other sampler is iterated again up to the position.
 """
 
 import copy
@@ -51,8 +51,8 @@ _WITHOUT_DRAWS = {
 class ReaderTurns:
     """The numbers of the next requests to readers with ``in_order=False``.
 
-    Batch k goes to reader ``k % readers``. A reader gets a new request when one of its
-    requests was answered, so that slow readers do not delay the others.
+    Batch k is from reader ``k % readers``. A reader gets a new request when it has
+    answered one, so that slow readers do not delay the others.
     Source: ``_try_put_index`` of torch 2.9's ``_MultiProcessingDataLoaderIter``.
     """
 
@@ -70,7 +70,7 @@ class ReaderTurns:
             yield number
 
     def may_issue(self, window: int) -> bool:
-        """Tell whether a reader has less than its share of the window, or all ended."""
+        """Tell whether a reader has less than its share of requests, or all ended."""
         share = max(1, window // max(1, len(self._open)))
         return min(self._open.values(), default=0) < share
 
@@ -87,7 +87,7 @@ class ReaderTurns:
 class IteratedOrder(Order):
     """The order of a sampler that can only be iterated.
 
-    With a ``size`` it yields indices, or else batches of indices. ``begins``: torch
+    With a ``size``, the sampler yields indices, otherwise batches. ``begins``: torch
     calls ``iter(sampler)`` in the loader's ``iter``, not at the first batch.
     """
 
@@ -100,8 +100,8 @@ class IteratedOrder(Order):
         sampler, part = self.sampler, self.part
         self._whole = (self.size or 1) * part.world_size  # units of a global batch
         self._name = described(sampler)
-        self._contents: State | None = None  # when the order is drawn
-        # States hold the first global batch, for padding, if it is not computable.
+        self._contents: State | None = None  # set when the order is drawn
+        # States include the first units, for padding, unless they can be computed.
         is_computable = isinstance(sampler, KeyedOrder)
         self._holds_beginning = part.world_size > 1 and not is_computable
         self._is_again = bool(saved)
@@ -186,7 +186,7 @@ class IteratedOrder(Order):
         return beginning
 
     def _begin(self, after: State) -> Iterator[Any]:
-        """Return an iterator, restored from a saved state unless that is empty."""
+        """Return the sampler's iterator, restored unless the saved state is empty."""
         self.prepare()
         sampler, generator = self.sampler, self._draws.begin()
         try:
@@ -207,7 +207,7 @@ class IteratedOrder(Order):
         return begun
 
     def _groups(self, iterator: Iterator[Any]) -> Iterator[list[Any]]:
-        """Yield the units (indices or batches) of each global batch, and count them."""
+        """Yield each global batch as a list of indices or batches, and count it."""
         # ``islice(iterator, n)`` would call ``iter``, which may restart it.
         steps: Iterator[Any] = map(next, itertools.repeat(iterator))
         if not is_repeatable(self.sampler):  # torch's samplers make new objects
@@ -267,7 +267,7 @@ def draws_from_default(sampler: Any) -> bool:
 
 
 def is_repeatable(sampler: Any) -> bool:
-    """Tell whether a sampler without a state is known to repeat its order."""
+    """Tell whether a sampler is known to repeat its order without a saved state."""
     is_ours = isinstance(sampler, (Sequence, KeyedOrder))
     return is_ours or type(sampler).__module__.startswith("torch.utils.data")
 

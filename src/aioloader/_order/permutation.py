@@ -20,7 +20,7 @@ Indices: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
 
 MAX_N = 2**63
 _ROUNDS = 8
-_MAX_TABLE_BITS = 10  # width of a half up to which all its hashes are computed at once
+_MAX_TABLE_BITS = 10  # up to this width of a half, its hashes are tabulated
 _BLOCK = 1 << 12  # positions that ``__iter__`` looks up at once
 # Odd constants of SplitMix64 (Steele et al., OOPSLA 2014). Multiples of the golden
 # ratio, here in units of 2**-64, are spread evenly modulo 1.
@@ -57,7 +57,7 @@ class KeyedOrder(abc.ABC):
 
     @abc.abstractmethod
     def described(self) -> dict[str, Any]:
-        """Return what determines the order besides the epoch, ready for JSON."""
+        """Return the JSON-ready settings that, with the epoch, determine the order."""
 
 
 class SeekableOrder(KeyedOrder):
@@ -96,12 +96,12 @@ class SeekableOrder(KeyedOrder):
         return self.at(np.arange(start, stop, dtype=np.uint64))
 
     def listed(self, indices: Any) -> list[int]:
-        """Return an array or tensor of indices as the list that a dataset gets."""
+        """Return an array or tensor of indices as a list, to pass to a dataset."""
         listed: list[int] = indices.tolist()
         return listed
 
     def described(self) -> dict[str, Any]:
-        """Return what determines the order besides the epoch, ready for JSON."""
+        """Return the JSON-ready settings that, with the epoch, determine the order."""
         return {"sampler": type(self).__name__, "length": self.n, "seed": self.seed}
 
     def __len__(self) -> int:

@@ -1,4 +1,4 @@
-"""Split an order between ranks, and a stream's readers between ranks.
+"""The parts of a sampler's order and of a stream's readers that each rank gets.
 
 Rank r of R has the positions p of the global order with ``p % R == r``, as in torch's
 ``DistributedSampler``, so global batch k has the same samples on any number of ranks.
@@ -25,7 +25,7 @@ class RankPart(NamedTuple):
     has_peers: bool = False  # other processes may deliver the same part
 
     def share(self, count: int) -> tuple[int, int]:
-        """Return this rank's part of ``count`` samples, and its padding: 0 or 1."""
+        """Return this rank's number of ``count`` samples, and its padding (0 or 1)."""
         mine = max(0, -(-(count - self.rank) // self.world_size))
         least, left_over = divmod(count, self.world_size)
         if not left_over or self.tail == "uneven":
@@ -35,14 +35,14 @@ class RankPart(NamedTuple):
         return mine, least + 1 - mine
 
     def batches(self, n: int, size: int, *, drop_last: bool) -> int:
-        """Return how many batches of ``size`` samples this rank gets out of ``n``."""
+        """Return how many batches of ``size`` this rank gets out of ``n`` samples."""
         whole, left_over = divmod(n, size * self.world_size)
         if drop_last or not left_over:
             return whole
         return whole + any(self.share(left_over))
 
     def positions(self, first: int, stop: int) -> range:
-        """Return this rank's positions from ``first``, the start of a global batch."""
+        """Return this rank's positions from a global batch's ``first`` to ``stop``."""
         return range(first + self.rank, stop, self.world_size)
 
 
@@ -63,14 +63,14 @@ class ReaderShare:
     reader: int = 0
     readers: int = 1
     per_rank: int = 1  # readers on this rank, which share its memory
-    # Ranks or readers take turns: samples and order must be the same at each reading.
+    # Ranks or readers alternate, so each reading must yield the same samples in order.
     in_turns: bool = False
-    ranks: int = 1  # (times workers)
+    ranks: int = 1  # times workers, if workers read
 
     def parts(self, total: int, tail: Tail) -> tuple[int, int]:
-        """Return the reader's part of ``total`` samples, with and without padding.
+        """Return the reader's number of ``total`` samples, with and without padding.
 
-        ``tail`` tells how the parts of the ranks are made equal.
+        ``tail`` says how the parts of the ranks are made equal.
         """
         count = evened(total, self.ranks, tail)
         real = min(count, total) if tail == "pad" else count
@@ -80,10 +80,10 @@ class ReaderShare:
 
 @dataclass(eq=False, repr=False)
 class ReaderAssignment:
-    """The readers and positions of a stream that one rank takes: every ``ranks``-th."""
+    """One rank's readers and positions of a stream: every ``ranks``-th position."""
 
     rank: int  # among all workers of all ranks
-    ranks: int  # (times workers)
+    ranks: int  # times workers, if workers read
     readers: int  # of the stream
 
     @property
@@ -93,7 +93,7 @@ class ReaderAssignment:
 
     @property
     def stride(self) -> int:
-        """How many ranks read the same reader, in turn."""
+        """How many ranks share each reader, and take its samples in turn."""
         return self.ranks // gcd(self.ranks, self.readers)
 
     @property
@@ -106,7 +106,7 @@ class ReaderAssignment:
         return [(self.rank + turn * self.ranks) % self.readers for turn in turns]
 
     def upcoming(self, taken: int) -> list[int]:
-        """Return each reader's next sample, after this rank has ``taken`` positions."""
+        """Return each reader's next sample, after ``taken`` samples of this rank."""
         turns = [taken + (turn - taken) % self._count for turn in range(self._count)]
         return [(self.rank + turn * self.ranks) // self.readers for turn in turns]
 

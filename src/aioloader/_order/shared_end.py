@@ -1,7 +1,7 @@
 """The common end of an epoch in which ranks have different, unknown numbers of batches.
 
 Each rank counts its batches when they are made, before delivery, and reports the count
-to the others. Pure and synchronous: ``EpochEndRounds`` exchanges the counts.
+to the others. Nothing here communicates: ``EpochEndRounds`` exchanges the counts.
 """
 
 from collections.abc import Sequence
@@ -10,20 +10,20 @@ from typing import NamedTuple
 
 
 class RankCounts(NamedTuple):
-    """The reported batches of all ranks."""
+    """A summary of how many batches each rank has reported."""
 
     least: int = 0  # the fewest batches of a rank
     most: int = 0  # the most batches of a rank
-    going: int | None = 0  # the fewest of ranks that have not ended; None: all have
-    cut: int | None = None  # the fewest of ranks that have ended; None: none has
-    left: Sequence[int] = ()  # ranks that have left the iteration early
+    going: int | None = 0  # the fewest of a rank that continues; None: all have ended
+    cut: int | None = None  # the fewest of a rank that has ended; None: none has
+    left: Sequence[int] = ()  # ranks whose consumers stopped early
 
     @classmethod
     def of(cls, reports: Sequence[tuple[int, bool, bool]]) -> "RankCounts":
-        """Combine the reports of all ranks, by rank.
+        """Summarize the reports of all ranks, given in the order of ranks.
 
-        A report: batches so far, whether there are no more, and whether the consumer
-        has left the iteration early.
+        Each report has the batches so far, whether there are no more, and whether the
+        consumer has left the iteration early.
         """
         going = [count for count, has_ended, _ in reports if not has_ended]
         ended = [count for count, has_ended, _ in reports if has_ended]
@@ -44,13 +44,13 @@ class SharedEnd:
     # with the first rank.
     pads: bool
     made: int = 0  # batches that this rank has made
-    passed: int = 0  # batches delivered, repeated ones too
+    passed: int = 0  # batches that this rank has delivered, also repeated ones
     has_ended: bool = False  # this rank makes no more batches
     counts: RankCounts = field(default_factory=RankCounts)
     is_agreed: bool = False  # all ranks know the end
 
     def has_news(self) -> bool:
-        """Tell whether to report now.
+        """Tell whether this rank should report its count now.
 
         A round takes time, so it should report many new batches, and start before the
         batches that all ranks have reported are used up.
@@ -72,7 +72,7 @@ class SharedEnd:
         return self.pads or self.passed < self.counts.least
 
     def needs_others(self) -> bool:
-        """Tell whether this rank must wait for reports of the others."""
+        """Tell whether this rank must wait for the reports of other ranks."""
         if self.is_over():
             return not self.is_agreed
         if self.pads:
@@ -87,4 +87,4 @@ class SharedEnd:
         """Return how many batches this rank must repeat to keep up with the others."""
         if not (self.pads and self.has_ended):
             return 0
-        return max(0, self.counts.most - self.passed)  # reports may be older
+        return max(0, self.counts.most - self.passed)  # counts may be older

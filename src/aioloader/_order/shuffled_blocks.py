@@ -4,8 +4,8 @@ A few keyed permutations map a position to an index, in O(1):
 
     position -> lane -> offset in a window of the lane -> block -> index
 
-The shuffled blocks are cut into lanes of equal length, which take turns. Each lane is
-cut into windows, and each window is permuted: a block's indices spread over a window.
+The shuffled blocks are cut into lanes of about equal length, visited in turn. Each lane
+is cut into windows, and each window is permuted, which spreads a block over a window.
 """
 
 import operator
@@ -32,7 +32,7 @@ class BlockIndex(int):
     """An index whose block is read as a whole.
 
     Attributes:
-        spread: Indices per block, and the number of positions over which it spreads.
+        spread: Indices per block, and over how many positions a block is spread.
     """
 
     __slots__ = ()
@@ -46,8 +46,8 @@ class BlockIndex(int):
 def _class_of(spread: tuple[int, int]) -> type[BlockIndex]:
     """Return the class of indices with this spread.
 
-    A class attribute, because the garbage collector would track instances with their
-    own attributes: it would run once in 40,000 samples and take 70 ms.
+    The spread is a class attribute: the garbage collector would track instances with
+    attributes, so that it would run every 40,000 samples and take 70 ms.
     """
     return type("BlockIndex", (BlockIndex,), {"__slots__": (), "spread": spread})
 
@@ -59,17 +59,17 @@ def _block_index(spread: tuple[int, int], index: int) -> BlockIndex:
 class ShuffledBlocks(SeekableOrder):
     """Visit ``range(n)`` in blocks of neighbours, shuffled within windows of blocks.
 
-    A sampler for samples in shards, which ``IndexedDataset.shuffled`` makes. Each index
+    A sampler for samples in shards; ``IndexedDataset.shuffled`` returns one. Each index
     is visited once. Rank r of R gets every R-th position, so a block stays on one rank
     if R divides ``lanes``, except where a lane begins.
 
     Args:
         n: Number of indices, from 0 to ``2**63``.
-        block: Neighbours that are read together; a block begins at each multiple.
+        block: Neighbours that are read together; blocks begin at its multiples.
         window: Indices permuted at a time, of all lanes together; 0: blocks of a lane
             are visited one after the other, each in its order.
         seed: Key of the permutations; any integer.
-        lanes: Parts of the order that take turns.
+        lanes: Parts into which the order is cut, visited in turn.
 
     Raises:
         ValueError: If ``n`` or ``window`` is negative, or ``block`` or ``lanes`` below
@@ -124,7 +124,7 @@ class ShuffledBlocks(SeekableOrder):
         return [*map(_class_of(spread), plain)]
 
     def described(self) -> dict[str, Any]:
-        """Return what determines the order besides the epoch, ready for JSON."""
+        """Return the JSON-ready settings that, with the epoch, determine the order."""
         shape = {"block": self.block, "window": self.window, "lanes": self.lanes}
         return {
             "sampler": "ShuffledBlocks",
@@ -146,11 +146,11 @@ class ShuffledBlocks(SeekableOrder):
         return order
 
     def _in_window(self, place: Any, lane: Any, lengths: Any) -> Any:
-        """Permute places in lanes of ``lengths`` within their windows."""
+        """Permute each place within its window; ``lengths``: those of the lanes."""
         span = max(1, self.window // self.lanes)
         number, place = np.divmod(place, span)
-        ends = np.minimum(span, lengths - number * span)  # the last one may be shorter
-        # Windows of one length share a permutation; each starts elsewhere in it.
+        ends = np.minimum(span, lengths - number * span)  # the last may be shorter
+        # Windows of one length share a permutation; each has its own start in it.
         turn = (number * self.lanes + lane).astype(np.uint64) * _TURN >> np.uint64(11)
         place = (place + (turn % ends.astype(np.uint64)).astype(np.int64)) % ends
         for length in np.unique(ends).tolist():

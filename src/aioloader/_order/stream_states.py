@@ -1,9 +1,9 @@
-"""The state of one of aioloader's streams, of one rank or of all ranks together.
+"""The state of an aioloader stream, for one rank or merged for all ranks.
 
 It holds the position of all ranks together, and each reader's state and number of
 samples, so it can be loaded on another number of ranks. Its description of the stream
 is a JSON-ready dict of ``"kind"``, the parameters that determine the samples and their
-order, and ``"of"``, the description of the stream before it; not the data's location,
+order, and ``"of"``, the description of the previous step; not the data's location,
 caches or read-ahead. ``"function"`` is the name of a user function, which may have been
 renamed: a difference there is only a warning.
 
@@ -29,7 +29,7 @@ VERSION = 5
 
 
 def state_of(**entries: Any) -> State:
-    """Return a state.
+    """Return the state of a stream, still without its checksum.
 
     Its entries are ``stream``: the description; ``epoch``: the number; ``begun``: the
     epoch in which the readers began; ``readers``: their number; ``position``: how many
@@ -48,7 +48,7 @@ def opened(state: Any) -> State:
     """Return a state without its checksum.
 
     Raises:
-        StateMismatchError: If it is no state, of another version, or damaged.
+        StateMismatchError: If it is not a state, has another version, or is damaged.
     """
     version = state.get("version") if isinstance(state, Mapping) else None
     if version != VERSION:
@@ -131,8 +131,8 @@ def part_of(state: State, assignment: ReaderAssignment) -> State:
 def merged(states: Sequence[State], *, is_part: bool = False) -> State:
     """Merge the states of all ranks into one that any number of ranks can load.
 
-    All must be saved after the same number of batches, except of ranks that ended
-    earlier. If the result ``is_part`` of a state, readers may be missing.
+    All must be saved after the same number of batches, except those of ranks that ended
+    earlier. ``is_part``: the result is part of a state, so readers may be missing.
 
     Raises:
         StateMismatchError: If the states are of different epochs or moments, or readers
@@ -199,7 +199,7 @@ def _check_alike(states: Sequence[State]) -> None:
 
 
 def are_in_step(states: Sequence[State]) -> bool:
-    """Tell whether all ranks or workers are at one position, or have ended before."""
+    """Tell whether all ranks or workers are at one position, or ended before it."""
     last = _latest(states)
     positions = ((state["position"], state.get("ended")) for state in states)
     return all(n <= last if has_ended else n == last for n, has_ended in positions)
@@ -268,7 +268,7 @@ def _steps_of(description: Description) -> list[Description]:
 
 
 def mixture_counts(states: Iterable[State]) -> dict[str, tuple[int, float]]:
-    """Return the samples and the mean pass of its readers, by source of the mixtures.
+    """Return each mixture source's samples, and the mean pass of its readers.
 
     Sources of a mixture within a mixture are named ``"outer/inner"``.
     """
@@ -306,7 +306,7 @@ def _count(
 def _step(
     stream: Description, state: State, kinds: set[str]
 ) -> tuple[Description, State]:
-    """Return the last step of one of the kinds, or the source, with its state."""
+    """Return the last step of the given kinds, or else the source, and its state."""
     while stream["kind"] not in kinds and "of" in stream:
         stream, state = stream["of"], state.get("up") or {}
     return stream, state

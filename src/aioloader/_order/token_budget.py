@@ -20,12 +20,12 @@ Integers: TypeAlias = np.ndarray[Any, np.dtype[np.integer[Any]]]
 
 
 class TokenBudgetBatchSampler(KeyedOrder):
-    """Batches of indices: samples of similar length, ``max_tokens`` after padding.
+    """Batches of samples of similar length, up to ``max_tokens`` each when padded.
 
     For ``DataLoader(batch_sampler=...)`` over a map-style dataset whose samples are
     padded to the longest of their batch. Each window of a shuffled order is sorted by
-    length and cut where the number of samples times the longest would exceed
-    ``max_tokens``; its batches come in a random order. aioloader's loader changes the
+    length and cut where the number of samples times the longest length would exceed
+    ``max_tokens``; its batches come in random order. aioloader's loader changes the
     order in each epoch (for torch's, call ``set_epoch``), and resumes at any batch by
     making one window: about 3 ms for 10,000 samples. With ``rank=`` each rank takes
     every n-th batch; batches of one step have similar numbers of tokens, not samples.
@@ -38,7 +38,7 @@ class TokenBudgetBatchSampler(KeyedOrder):
     Args:
         lengths: Tokens of each sample: integers, at least 1, shape (samples,). An array
             or a CPU tensor is not copied.
-        max_tokens: Limit on the samples of a batch times the longest of them.
+        max_tokens: Limit on a batch's number of samples times its longest length.
         window: Samples that are sorted together. Larger windows waste less padding, but
             make batches less random.
         shuffle: Whether the order is random. If not, windows follow the dataset, and
@@ -67,7 +67,7 @@ class TokenBudgetBatchSampler(KeyedOrder):
             raise ValueError(f"window must be at least 1, got {window}")
         self.lengths: Integers = _checked(lengths, self.max_tokens)
         super().__init__(seed)
-        self._counted: tuple[int, int] | None = None  # an epoch, its number of batches
+        self._counted: tuple[int, int] | None = None  # epoch, and its batches
 
     def __iter__(self) -> "BudgetIterator":
         """Return an iterator with ``state_dict`` and ``load_state_dict``."""
@@ -86,11 +86,11 @@ class TokenBudgetBatchSampler(KeyedOrder):
 
     @property
     def windows(self) -> int:
-        """The number of windows."""
+        """How many windows of samples an epoch has."""
         return -(-len(self.lengths) // self.window)
 
     def batches_of(self, number: int) -> list[Integers]:
-        """Return the batches of one window, in their order."""
+        """Return the batches of indices of one window, in the order of delivery."""
         indices, stops = self._cut(number)
         starts = [0, *stops[:-1]]
         order = list(range(len(stops)))
@@ -100,7 +100,7 @@ class TokenBudgetBatchSampler(KeyedOrder):
         return [indices[starts[batch] : stops[batch]] for batch in order]
 
     def _cut(self, number: int) -> tuple[Integers, list[int]]:
-        """Return a window's indices sorted by length, and where each batch stops."""
+        """Return a window's indices sorted by length, and where each batch ends."""
         start = number * self.window
         stop = min(start + self.window, len(self.lengths))
         indices: Integers = np.arange(start, stop)
@@ -118,7 +118,7 @@ class TokenBudgetBatchSampler(KeyedOrder):
         return indices[by_length], [*stops, len(indices)]
 
     def described(self) -> dict[str, Any]:
-        """Return what determines the order besides the epoch, ready for JSON."""
+        """Return the JSON-ready settings that, with the epoch, determine the order."""
         return {
             "sampler": type(self).__name__,
             "length": len(self.lengths),
@@ -145,12 +145,12 @@ class TokenBudgetBatchSampler(KeyedOrder):
 
 
 class BudgetIterator:
-    """Iterator over the batches of one epoch; it can start anywhere."""
+    """Iterator over the batches of one epoch; ``load_state_dict`` moves it."""
 
     def __init__(self, sampler: TokenBudgetBatchSampler) -> None:
         self._sampler = sampler
         self._window = self._taken = 0
-        self._batches: list[Integers] | None = None  # of the window, once made
+        self._batches: list[Integers] | None = None  # of the current window, once made
 
     def __iter__(self) -> Iterator[list[int]]:
         return self
@@ -167,12 +167,12 @@ class BudgetIterator:
         raise StopIteration
 
     def state_dict(self) -> dict[str, int]:
-        """Return the position: epoch, window, and batches taken of the window."""
+        """Return the position: the epoch, the window, and its batches taken so far."""
         epoch = self._sampler.epoch
         return {"epoch": epoch, "window": self._window, "taken": self._taken}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Resume at a position that an iterator of an equal sampler saved."""
+        """Resume from a state of an iterator whose sampler had the same settings."""
         self._sampler.set_epoch(state["epoch"])
         self._window, self._taken = state["window"], state["taken"]
         self._batches = None
