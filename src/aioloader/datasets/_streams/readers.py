@@ -230,7 +230,7 @@ class ReadersInTurn:
         self._before: list[int] = [0]  # samples before each place of a round
 
     def _take(self, limit: int) -> Block | None:
-        """Return the interleaved samples at the next positions; None if none are left."""
+        """Return interleaved samples at the next positions; None if none is left."""
         start = self._passed
         if start >= self._length:
             return None
@@ -301,7 +301,7 @@ class ReadersInTurn:
                 raise error
 
     def states(self) -> list[State]:
-        # Samples of each reader that all ranks delivered; the first readers have one more.
+        # Samples of each reader that all ranks delivered; one more of the first ``extra``.
         position = self.position * self._assignment.ranks + self._shift
         delivered, extra = divmod(position, self._assignment.readers)
         each = zip(self._assignment.assigned(), self._readers, strict=True)

@@ -256,7 +256,7 @@ class BlockReader(ShardReader):
         return made
 
     def own_thread(self) -> ThreadPoolExecutor:
-        """Return the reader's own thread, which may block, unlike the loop's threads."""
+        """Return the reader's thread, which may block, unlike the loop's threads."""
         self.thread = self.thread or ThreadPoolExecutor(1, "aioloader")
         return self.thread
 

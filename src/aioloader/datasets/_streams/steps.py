@@ -399,7 +399,7 @@ class Windowed(Step):
     seed: int
 
     async def _arranged(self, parts: list[Block], good: int) -> Block:
-        """Return a window as one block, given its ``parts`` of ``good`` samples in all."""
+        """Return a window, given as ``parts`` of ``good`` samples in all, as a block."""
         raise NotImplementedError
 
     async def _make(self, limit: int) -> Block:  # noqa: ARG002  (a window)
@@ -471,9 +471,9 @@ class Repeated(Step):
 
     kind = "repeat"
     starts: ClassVar[State] = {"pass": 0, "good": False, "lost": None}
-    open_pass: Callable[[int, State], Awaitable[Cursor]]  # gets the pass's number and a state
+    open_pass: Callable[[int, State], Awaitable[Cursor]]  # gets a pass and a state
     times: int | None
-    _lost: BaseException | None = None  # the last error of this pass, without good samples
+    _lost: BaseException | None = None  # the last error of a pass without good samples
     _first: State  # the state at the beginning of the second or a later pass
 
     def passes(self) -> int | None:
