@@ -56,7 +56,7 @@ ARGUMENTS = {
 
 
 def check_at_least(value: int, least: int, name: str) -> int:
-    """Return a value as an int; raise an error if it is none, or below ``least``."""
+    """Return a value as an int; raise an error unless it is at least ``least``."""
     check_is(value, SupportsIndex, name, "an integer")
     number = operator.index(value)
     if number < least:
@@ -103,7 +103,7 @@ def check_word(value: object, words: Any, name: str) -> None:
 
 
 def position_of(index: SupportsIndex, count: int) -> int:
-    """Return a non-negative index for one, maybe negative, of ``count`` samples."""
+    """Return an index as non-negative; raise an IndexError if it is out of range."""
     position = operator.index(index)
     if not -count <= position < count:
         raise IndexError(f"index {position} is out of range for {count:,} samples")

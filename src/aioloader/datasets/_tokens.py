@@ -70,7 +70,7 @@ def samples_of(
         sizes: The length of each piece of a document or of padding, in order.
         following: Each sample's last label, if labels are shifted.
         counts: Whether each token is to be predicted, as loss masks say. None: all
-            are. The caller ignores padding.
+            are. The caller masks padding.
         shift: Whether labels are the next tokens of the same document; if not, they are
             the tokens themselves, for models that shift labels.
     """
@@ -136,7 +136,7 @@ def tokenizer_of(tokenizer: Any) -> Tokenizer | None:
 
 
 def text_of(sample: Any, column: str | None) -> str:
-    """Return a sample, or a column of it, that is text; raise an error if it is not."""
+    """Return a sample, or its ``column``, if that is text; else raise an error."""
     if column is not None:
         if not isinstance(sample, Mapping):
             raise TypeError(
@@ -247,7 +247,7 @@ class Sidecar:
     def of_file(
         cls, path: Address, version: Version, version_of: VersionOf, read: ReadRange
     ) -> "Sidecar | None":
-        """Return a finished file's sidecar or None; raise a ValueError if wrong."""
+        """Return a finished file's sidecar or None; raise a ValueError if bad."""
         location = _with_ending(path, ".json")
         own = _version_if_any(version_of, location)
         if own is None:
@@ -323,7 +323,7 @@ class Index(NamedTuple):
         return index
 
     def check(self, read: ReadRange, size: int) -> None:
-        """Check first and last sequence and document; the ``.bin`` has ``size`` bytes."""
+        """Raise a ValueError if the first or last entries do not fit the ``.bin``."""
         last_pointer, stop = self.firsts_start - 8, 0
         if self.sequences:
             last_size, start = self._numbers(read, "<iq", self.pointers_start - 4)
@@ -350,7 +350,7 @@ class Index(NamedTuple):
 
 
 class Documents:
-    """The starts of documents in a mapped ``.idx``, found without reading all."""
+    """The starts of documents in a mapped ``.idx``, found without reading it whole."""
 
     def __init__(self, buffer: Buffer, index: Index) -> None:
         view = memoryview(buffer)
@@ -368,7 +368,7 @@ class Documents:
     def between(self, start: int, stop: int) -> list[int]:
         """Return the starts of documents after token ``start``, up to and at ``stop``.
 
-        They count from ``start``, in tokens. Raise a DatasetError for a damaged index.
+        They are token offsets from ``start``. Raise a DatasetError for a damaged index.
         """
         pointers, firsts, count = self._pointers, self._firsts, self._count
         key, itemsize = pointers.__getitem__, self._index.dtype.itemsize

@@ -37,7 +37,7 @@ _MAX_KEPT_BYTES = (32 << 20) - (1 << 16)
 class LocalReads:
     """One event loop's reads of local shards, in one thread; loops share ``local``.
 
-    Several threads would get fresh memory more often: 100 KB would take twice as long.
+    Several threads would get fresh memory more often, at twice the time for 100 KB.
     """
 
     def __init__(self, local: Any) -> None:
@@ -108,7 +108,7 @@ class MappedShards:
         return MappedShards, (self._shards, self._edges)
 
     def samples(self, indices: Sequence[int]) -> list[Any]:
-        """Return the samples at ``indices``; the kernel prefetches them in any order."""
+        """Return the samples at ``indices``; first, have the kernel prefetch them."""
         if len(indices) > MAX_OPEN:  # they may be in as many shards
             halves = indices[: len(indices) // 2], indices[len(indices) // 2 :]
             return [sample for half in halves for sample in self.samples(half)]

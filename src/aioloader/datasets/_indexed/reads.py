@@ -54,7 +54,7 @@ class SharedRequest(Generic[T]):
             self.task.cancel()
 
     async def result(self) -> T:
-        """Wait for the result; each read gets its own copy of an error, for notes."""
+        """Wait for the result; each read gets a copy of an error, to add notes to."""
         task = self.task
         try:
             if not task.done():  # takes a quarter of the time of ``asyncio.wait``

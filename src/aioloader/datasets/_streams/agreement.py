@@ -174,12 +174,12 @@ class EpochEndRounds:
             thread.post(partial(self._run, job))
 
     def note(self) -> None:
-        """Wake the publishing thread because ``end`` has changed; for any thread."""
+        """Wake the publishing thread, as ``end`` has changed. Safe in any thread."""
         if self._is_heard:  # otherwise the thread checks ``end`` after this round
             self._news.put(None)
 
     def close(self) -> None:
-        """Tell the threads to end, without waiting; for any thread and finalizers."""
+        """Tell the threads to end; do not wait. Safe in any thread and finalizer."""
         self._is_closed = True
         self._news.put(None)
 
@@ -216,7 +216,7 @@ class EpochEndRounds:
             self._rounds.put(None)
 
     def _publish_all(self, store: Any) -> None:
-        """Publish this rank's count in each round, and again once the end is known."""
+        """Publish this rank's count in each round, at the known end, and on leaving."""
         end, number = self._end, 0
         if self._may_have_peers:  # the counter stays: more peers may arrive later
             self._key += f"/circle {store.add(f'{self._key}/of rank {self._rank}', 1)}"

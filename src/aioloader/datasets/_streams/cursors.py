@@ -250,7 +250,7 @@ def check_replayed(
     An unreadable shard counts as one failed sample. If it can be read now, or another
     cannot, later samples shift, and the wrong ones would be dropped. ``block``: samples
     read from position ``start`` of ``count``; empty at the end. ``failed``: the
-    positions that were unreadable when the state was saved; None: unknown, no check.
+    positions that were unreadable when the state was saved; None: do not check.
     """
     if failed is None:
         return

@@ -122,7 +122,7 @@ class EdgesBuilder:
         self._versions.append(version)
 
     def done(self) -> Edges:
-        """Return the edges of all shards; with versions if every one is known."""
+        """Return the edges of all shards, with versions if all versions are known."""
         versions = [version for version in self._versions if version is not None]
         known = versions if len(versions) == len(self._counts) else ()
         offsets: Offsets = np.frombuffer(self._offsets, f"u{self._offsets.itemsize}")
@@ -161,7 +161,7 @@ def fits(end: int, size: int) -> bool:
 
 
 def check_end(location: str, end: int, size: int, rest: bytes = b"") -> None:
-    """Raise an error if a shard's size, or the ``rest`` after ``end``, is wrong."""
+    """Raise a ShardChangedError if ``size``, or ``rest`` after ``end``, is wrong."""
     if not end:
         return
     if not fits(end, size) or rest.strip(b"\0"):

@@ -164,7 +164,7 @@ def shares(sizes: Sequence[int], count: int) -> list[int]:
 async def at_line_ends(
     storage: Storage, address: Address, size: int, count: int
 ) -> Sequence[int]:
-    """Return line starts that cut a file into about even parts; a ``Cuts``."""
+    """Return line starts that cut a file into about even parts; see ``Cuts``."""
     even = [size * number // count for number in range(1, count)]
     starts = await each(lambda cut: _next_line(storage, address, cut, size), even)
     cuts = sorted({start for start in starts if 0 < start < size})
@@ -247,7 +247,7 @@ class ByteFeed(io.RawIOBase):
         self.has_ended = not self.view
 
     def take(self, count: int) -> Generator[None, None, bytes]:
-        """Return a copy of the next bytes, fewer only at the end (``yield from``)."""
+        """Return the next bytes, fewer only at the end. Use with ``yield from``."""
         parts: list[bytes] = []
         left = count
         while True:
@@ -260,7 +260,7 @@ class ByteFeed(io.RawIOBase):
             yield
 
     def skip(self, count: int) -> Generator[None, None, int]:
-        """Skip ``count`` bytes; return how many are missing (``yield from``)."""
+        """Skip bytes; return how many are missing. Use with ``yield from``."""
         self.used += count
         while (missing := self.used - len(self.view)) > 0 and not self.has_ended:
             yield
@@ -456,10 +456,10 @@ def scanned(
 class ByteReader(BlockReader):
     """A reader of a shard of bytes, or of a part of one.
 
-    Blocks are made in threads. Quick formats make them on the loop while the bytes of a
-    file are in the page cache, or fetched. A position is the start of a block, and how
-    many of its samples were passed on. Failed samples count, so that each is reported
-    once. Resuming reads a compressed shard from its beginning.
+    Blocks are made in threads. Quick formats make them on the loop from bytes that were
+    fetched or are in the page cache. A position is the start of a block, and how many
+    of its samples were passed on. Failed samples count, so that each is reported once.
+    Resuming reads a compressed shard from its beginning.
     """
 
     def __init__(
@@ -514,7 +514,7 @@ class ByteReader(BlockReader):
         """Make blocks on the loop, from bytes already fetched or in the page cache.
 
         Return None if a thread must make them. Once samples are large, or a file's
-        bytes are not cached, threads make all later ones. Other tasks run first.
+        bytes are not cached, threads make all later blocks. Other tasks run first.
         """
         source = self._source
         read: Callable[[], Buffer | None] = self._take_piece
@@ -529,7 +529,7 @@ class ByteReader(BlockReader):
         return blocks if blocks or self.is_over else None
 
     async def make(self) -> PositionedBlocks:
-        """Make blocks in a thread; a quick format may only fetch for ``make_here``."""
+        """Make blocks in a thread, or fetch the piece that ``make_here`` needs."""
         source = self._source
         if self._spec.waits:
             if self.thread is None:

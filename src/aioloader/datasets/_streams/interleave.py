@@ -50,8 +50,8 @@ class ShardSequence(Cursor):
 
     ``indices`` selects them from ``shards``, of which there may be millions. A state
     has the number of a shard, a position in it, and how many samples after that were
-    passed on. A table's rows may be inserted or deleted, so its position names the last
-    row and the count is 0. A sequence with a ``summary`` is its reader's only one, and
+    passed on. A position in an SQL table names the last row instead, because rows may
+    be inserted or deleted. A sequence with a ``summary`` is its reader's only one, and
     its state has the form of an ``Interleaved``.
     """
 
@@ -208,8 +208,8 @@ async def interleaved(
 class Interleaver(Cursor):
     """The base of cursors that interleave the samples of several inputs they own.
 
-    ``own``: its part of the state, which decides the next input. ``key``: the entry of
-    the inputs' states. A block's details are its order: the input of each sample.
+    ``own``: its part of the state, which decides the next input. ``key``: the name of
+    the inputs' part. A block's details are its order: the input of each sample.
     """
 
     overshoots = True
@@ -332,7 +332,7 @@ class Interleaved(Interleaver):
 
 
 class AsTheyCome(Interleaved):
-    """Sequences of shards, each read as its samples arrive: copes with slow shards."""
+    """Sequences of shards, in order of arrival: faster over uneven connections."""
 
     def __init__(
         self, sequences: Sequence[ShardSequence], state: State, summary: State
@@ -341,7 +341,7 @@ class AsTheyCome(Interleaved):
         self._fills: dict[int, asyncio.Task[bool]] = {}
 
     async def _order(self, limit: int) -> IntegerArray:
-        """Wait until an input has samples; return that input alone."""
+        """Wait until an input has samples; return an order of only that input."""
         while turns := self._turns():
             for k in turns:
                 if not self.inputs[k].ready and k not in self._fills:
@@ -427,7 +427,7 @@ class Mixed(Interleaver):
     async def _fill(self, plan: IntegerArray, until: float) -> int:
         """Fill the streams for a plan; return how many of its first samples are ready.
 
-        After the time ``until``, each stream is filled at most once if it may grow.
+        After ``until``, each stream is filled at most once if it may be read ahead.
         """
         counts, length = self._counts(plan), len(plan)
         least = length if self._is_light else 0

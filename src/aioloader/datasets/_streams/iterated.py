@@ -396,11 +396,11 @@ class StreamIterator(BlockIterator, Generic[Sample_co]):
         return list(zip(blocks, states, strict=True))
 
     async def pull(self, limit: int | None, more: int = 0) -> Block:
-        """Return the samples at the next ``limit`` positions; if None, the next sample.
+        """Return the samples at the next ``limit`` positions; the next one if None.
 
         Up to ``more`` samples are read in advance if they come quickly. If the iterator
         ``fills``, a block has 1 to ``limit`` samples, and is empty at the end;
-        otherwise positions may be empty. A ``FailedSample`` in a list is a failure; the
+        otherwise some are empty. A ``FailedSample`` in a list is a failure; the
         stream continues after it. Once cancelled, the iterator can only be closed.
 
         Raises:
@@ -521,7 +521,7 @@ class StreamIterator(BlockIterator, Generic[Sample_co]):
 
 
 def _start(job: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-    """Start a task; on Python 3.12 and later, run it up to its first wait at once."""
+    """Start a task; Python 3.12 and later run it at once up to its first wait."""
     if sys.version_info >= (3, 12):
         loop = asyncio.get_running_loop()
         return asyncio.Task(job, loop=loop, eager_start=True)

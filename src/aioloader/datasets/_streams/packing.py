@@ -281,9 +281,9 @@ class Concatenated(Step):
     """The strategy ``concat``: rows of documents joined end to end.
 
     The state is the position of the document in which the next row starts, and the
-    ``offset`` of that row in its tokens. ``failed``: documents, counted from that one,
-    whose errors were passed on; they are left out when they are read again. ``lost``:
-    those of them that could not be read, and must be unreadable again.
+    ``offset`` of the row's first token in it. ``failed``: documents, counted from that
+    one, whose errors were passed on; they are left out when they are read again.
+    ``lost``: the failed ones that could not be read, and must be unreadable again.
     """
 
     kind = "pack"
@@ -441,7 +441,7 @@ def _is_quick(block: Block) -> bool:
 
 
 class BestFit(Windowed):
-    """The strategy ``best_fit``: rows packed by window, after its failed documents."""
+    """The strategy ``best_fit``: rows packed by window, failed documents first."""
 
     kind = "pack"
     length: int
@@ -570,7 +570,7 @@ class Unbatched(Step):
         return items, has_ended
 
     def pass_on(self, count: int) -> None:
-        """Count items as passed on; pass on upstream each sample with no items left."""
+        """Count items as passed on; pass used-up samples on in the upstream cursor."""
         self._passed, samples = self._passed + count, 0
         while self._lengths and self._passed >= self._lengths[0]:
             self._passed -= self._lengths.popleft()

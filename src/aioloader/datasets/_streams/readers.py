@@ -301,7 +301,7 @@ class ReadersInTurn:
                 raise error
 
     def states(self) -> list[State]:
-        # Samples of each reader that all ranks delivered; one more of the first ``extra``.
+        # Each reader's samples that all ranks delivered; the first may have one more.
         position = self.position * self._assignment.ranks + self._shift
         delivered, extra = divmod(position, self._assignment.readers)
         each = zip(self._assignment.assigned(), self._readers, strict=True)

@@ -52,10 +52,10 @@ class ShardReader(abc.ABC):
         """Start reading ahead before the first pull. Calling it is optional."""
 
     def positions(self) -> Callable[[int], ShardPosition] | None:
-        """Return a function: the position after the last block's first ``n`` samples.
+        """Return a function of ``n``: the position after a block's ``n``-th sample.
 
-        None: a state counts samples from the position before their block. That is right
-        if a shard has the same samples whenever it is read.
+        The block is the last one returned. None: a state counts samples from the
+        position before a block, which is right if a shard's samples never change.
         """
         return None
 
@@ -70,10 +70,10 @@ class ShardReader(abc.ABC):
     def bytes_ahead(self) -> float | None:
         """Return how many bytes were requested and not yet pulled.
 
-        Small shards are opened in advance as long as these fit. None until the size of
-        the shard is known: its reader may request up to an eighth of the budget
-        (``START_DIVISOR``) before it is pulled. Infinite if the size is never known:
-        then no shard after this one is opened until this one is the current one.
+        Small shards are opened in advance while these bytes fit in half of the budget.
+        None until the shard's size is known: its reader may request up to an eighth of
+        the budget (``START_DIVISOR``) before it is pulled. Infinite if the size is
+        never known: then no other shard is opened until this one is the current one.
         """
         return math.inf
 
@@ -139,7 +139,7 @@ class ShardFormat(abc.ABC, Generic[Shard]):
         return len(shards)
 
     async def cut(self, shards: Sequence[Shard], count: int) -> Sequence[Shard]:  # noqa: ARG002
-        """Cut shards into ``count`` ones with the same samples in the same order.
+        """Cut shards into ``count`` parts with the same samples in the same order.
 
         Called if there are fewer shards than readers. If no shard can be cut, they are
         returned as they are. All ranks must get the same cuts; ``summary`` must include
@@ -158,7 +158,7 @@ class ShardFormat(abc.ABC, Generic[Shard]):
     ) -> Sequence[int] | None:
         """Return the lengths of the shards, all in one unit; None if any is unknown.
 
-        They serve to make readers' shares equal. With ``must``, ask the store for them.
+        They make readers' shares equal. With ``must``, ask the store for missing ones.
         """
         return None
 

@@ -326,8 +326,8 @@ class Taken(Step):
 class Skipped(Step):
     """The step ``skip``: reads and drops the first samples, and passes on the rest.
 
-    Unreadable samples are passed on even so: one may be a whole shard, instead of which
-    samples of other shards were dropped.
+    Unreadable samples among the first are passed on: one may be a whole shard, instead
+    of which samples of other shards were dropped.
     """
 
     kind = "skip"
@@ -344,7 +344,7 @@ class Skipped(Step):
 
 
 class Batched(Step):
-    """The step ``batch``: lists or columns, each batch after its failed samples."""
+    """The step ``batch``: makes lists or columns; failed samples come before them."""
 
     kind = "batch"
     overshoots = True
@@ -399,7 +399,7 @@ class Windowed(Step):
     seed: int
 
     async def _arranged(self, parts: list[Block], good: int) -> Block:
-        """Return a window, given as ``parts`` of ``good`` samples in all, as a block."""
+        """Return a window's ``parts``, which have ``good`` samples, as one block."""
         raise NotImplementedError
 
     async def _make(self, limit: int) -> Block:  # noqa: ARG002  (a window)
@@ -413,7 +413,7 @@ class Windowed(Step):
             since = self._made_nothing(since)
 
     async def _window(self) -> tuple[list[Block], list[FailedSample], int]:
-        """Return a window's readable samples, its unreadable ones, and their number."""
+        """Return a window's readable samples, its unreadable ones, and their total."""
         parts: list[Block] = []
         count, lost = 0, list[FailedSample]()
         while count < self.size:

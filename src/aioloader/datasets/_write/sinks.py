@@ -252,7 +252,7 @@ class StoreSink:
         await self._request("write", file, lambda store: put(store, file, data))
 
     async def swap(self, file: str, before: bytes | None, data: bytes) -> bool:
-        """Like ``FolderSink.swap``; race-free if the store has conditional writes."""
+        """Swap as ``FolderSink`` does; atomic if the store has conditional writes."""
         current, mode = await self._version(file)
         if current != before:
             return False
@@ -367,7 +367,7 @@ class FileSink:
 
     @threaded
     def begin(self, num_bytes: int, documents: int) -> bool:
-        """Truncate both files to these sizes; if one is shorter, to 0: return False."""
+        """Truncate both files, or empty them and return False if one is too short."""
         files = [(self._tokens, num_bytes), (self._sizes, _SIZE_BYTES * documents)]
         is_there = all(file and file.seek(0, os.SEEK_END) >= n for file, n in files)
         for file, size in files:

@@ -71,7 +71,7 @@ def table_of(
     """Return rows as a pyarrow table, with the given schema or an inferred one.
 
     If a row would not be read back unchanged, remove it from ``rows`` and raise a
-    ValueError. ``first``: the first row's number. ``may_round``: floats may be rounded.
+    ValueError. ``first``: the first row's number. ``may_round``: allow rounding.
     """
     fields: dict[str, Any] = dict.fromkeys(name for row in rows for name in row)
     if schema is not None:
@@ -102,7 +102,7 @@ def _is_number(kind: Any) -> bool:
 
 
 def _to_list(value: Any, *, keeps: bool) -> Any:
-    """Return an array that is not 1-D as lists or a number; ``keeps``: of its dtype."""
+    """Return a non-1-D array as lists or a scalar; if ``keeps``, with its dtype."""
     if not isinstance(value, np.ndarray) or value.ndim == 1:
         return value
     if not keeps:
