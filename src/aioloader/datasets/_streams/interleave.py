@@ -443,7 +443,7 @@ class Mixed(Interleaver):
         return length
 
     def _plan(self) -> IntegerArray:
-        """Return the stream number of each next sample, for at least one sample."""
+        """Return the stream numbers of the next samples, at least one."""
         start, ended = sum(self.own["counts"]), self.own["ended"]
         first, known = self._plan_start
         if ended != known or not first <= start < first + len(self._planned):

@@ -229,7 +229,7 @@ class Iterated(Dataset[Sample_co], OwnStream):
         return EpochEndRounds(store, rank, ranks, subject, start, repr(self))
 
     def carried(self, state: State, passed: int, share: ReaderShare) -> State | None:  # noqa: ARG002
-        """Return a cursor's first state in the next epoch; None: the beginning.
+        """Return a cursor's first state in the next epoch; None for the beginning.
 
         In this epoch, ``passed`` samples were passed on after ``state``.
         """

@@ -165,7 +165,7 @@ class ShardFormat(abc.ABC, Generic[Shard]):
     def open_together(self, shards: Sequence[Shard], budget: int) -> list[ShardReader]:  # noqa: ARG002
         """Return started readers of the first few of ``shards``; by default, of none.
 
-        For small shards that one request can read. The readers together may read
+        For small shards that can be read together. In all, the readers may read
         ``budget`` bytes ahead of the pulls.
         """
         return []
