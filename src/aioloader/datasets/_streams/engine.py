@@ -325,7 +325,7 @@ Steps: TypeAlias = Generator[tuple[list[Any], Any] | None, None, None]
 class ByteFormatSpec(NamedTuple):
     """How the bytes of a format's shards become samples."""
 
-    steps: Callable[[ByteFeed], Steps]  # returns the built-in generator
+    steps: Callable[[ByteFeed], Steps]  # returns the generator of blocks
     is_quick: bool = False  # whether a small piece takes less time than a thread costs
     waits: bool = False  # whether the generator waits for pieces (a user's does)
     piece: int = 1 << 17  # bytes of a file read at once without a thread
