@@ -56,7 +56,7 @@ ARGUMENTS = {
 
 
 def check_at_least(value: int, least: int, name: str) -> int:
-    """Return an integer; raise a TypeError or ValueError unless it is large enough."""
+    """Return a value as an int; raise an error unless it is at least ``least``."""
     check_is(value, SupportsIndex, name, "an integer")
     number = operator.index(value)
     if number < least:
@@ -88,13 +88,13 @@ def check_same(
 
 
 def check_is(value: object, kind: Any, name: str, words: str) -> None:
-    """Raise a TypeError that names the kind in ``words``, unless ``value`` is of it."""
+    """Raise a TypeError unless ``value`` is of ``kind``, which ``words`` describe."""
     if not isinstance(value, kind):
         raise TypeError(f"{name} must be {words}, got {type(value).__name__}")
 
 
 def check_word(value: object, words: Any, name: str) -> None:
-    """Raise a ValueError unless ``value`` is in ``words``, a ``Literal``."""
+    """Raise a ValueError unless ``value`` is in the ``Literal`` type ``words``."""
     known = get_args(words)
     if value not in known:
         *first, last = map(repr, known)
@@ -103,7 +103,7 @@ def check_word(value: object, words: Any, name: str) -> None:
 
 
 def position_of(index: SupportsIndex, count: int) -> int:
-    """Return an index of ``count`` samples as a number from 0 up."""
+    """Return an index as non-negative; raise an IndexError if it is out of range."""
     position = operator.index(index)
     if not -count <= position < count:
         raise IndexError(f"index {position} is out of range for {count:,} samples")
@@ -111,10 +111,10 @@ def position_of(index: SupportsIndex, count: int) -> int:
 
 
 def names_options(function: Callable[P, T]) -> Callable[P, T]:
-    """Make a function reject unknown options, and suggest the nearest name.
+    """Make a method reject unknown options, and suggest the nearest name.
 
-    Known options are its parameters and the keys of the typed dictionary of its
-    ``**options``; a constructor also suggests those of base classes.
+    Known options are its parameters, and the keys of the typed dictionary of its
+    ``**options``. A constructor also suggests options of base classes.
     """
 
     @functools.wraps(function)
@@ -147,7 +147,7 @@ def _unknown_option(function: Callable[..., Any], owner: Any, name: str) -> Type
 
 
 def _options_of(function: Any) -> set[str]:
-    """Return keyword-only names, and those in the typed dictionary of ``**options``."""
+    """Return keyword-only parameters, and the keys that ``**options`` is typed with."""
     names: set[str] = set()
     if inspect.isfunction(function):
         for name, p in inspect.signature(function).parameters.items():

@@ -1,6 +1,6 @@
 """Data for language models: tokens of texts, arrays of samples, and files of tokens.
 
-A file is an array of integers. ``FILE.json`` next to it, the sidecar, has their type,
+A file is an array of tokens. ``FILE.json`` next to it, the sidecar, has their type,
 the token that ends documents, and what resuming a writer needs. Megatron's ``.idx`` has
 a header, the sizes of sequences (int32), their byte offsets (int64) and the first
 sequence of each document (int64, then the number of sequences), all little-endian.
@@ -30,7 +30,7 @@ from aioloader.datasets._stores.addresses import Address, sibling
 from aioloader.datasets._stores.failures import Version
 from aioloader.errors import DatasetError
 
-# Of integers or booleans, 1-D.
+# An array of integers or booleans.
 Array: TypeAlias = np.ndarray[Any, Any]
 # The label that torch's ``cross_entropy`` ignores.
 IGNORED = -100
@@ -38,7 +38,7 @@ IGNORED = -100
 EncodeTexts: TypeAlias = Callable[[list[str]], Any]
 _MAGIC, _VERSION = b"MMIDIDX\x00\x00", 1
 _HEAD = struct.Struct("<9sQBQQ")
-# Megatron's numbers of types; 6 and 7 are floats, which tokens never are.
+# Megatron's type codes; 6 and 7 are floats, which tokens never are.
 _CODES = {"uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "uint16": 8}
 _SIDECAR_VERSION = 1
 _MISMATCH = (
@@ -67,10 +67,10 @@ def samples_of(
 
     Args:
         tokens: All samples' tokens, int64; ``input_ids`` shares their memory.
-        sizes: Those of the pieces of documents, and of padding, in the samples.
+        sizes: The length of each piece of a document or of padding, in order.
         following: Each sample's last label, if labels are shifted.
-        counts: Whether each token is to be predicted: false for padding, and where a
-            loss mask is. None: all are.
+        counts: Whether each token is to be predicted, as loss masks say. None: all
+            are. The caller masks padding.
         shift: Whether labels are the next tokens of the same document; if not, they are
             the tokens themselves, for models that shift labels.
     """
@@ -92,10 +92,10 @@ def samples_of(
 
 
 class Tokenizer:
-    """A private copy of a ``tokenizers.Tokenizer``, so that its settings stay.
+    """A private copy of a ``tokenizers.Tokenizer``, so that its settings stay fixed.
 
-    ``saved`` is the ``to_str`` of the original. If it ``splits``, special tokens in a
-    text are text. ``described`` identifies its vocabulary and settings in any process.
+    ``saved``: the original's ``to_str``. ``splits``: special tokens in texts are text.
+    ``described``: identifies its vocabulary and settings in any process.
     """
 
     def __init__(self, saved: str, *, splits: bool, truncates: bool = True) -> None:
@@ -119,7 +119,7 @@ class Tokenizer:
 
 
 def tokenizer_of(tokenizer: Any) -> Tokenizer | None:
-    """Return a copy of a tokenizer of Hugging Face; None if it is something else.
+    """Return a copy of a Hugging Face tokenizer; None if it is something else.
 
     A tokenizer with parts in Python raises its own error, because it cannot be copied.
     """
@@ -136,7 +136,7 @@ def tokenizer_of(tokenizer: Any) -> Tokenizer | None:
 
 
 def text_of(sample: Any, column: str | None) -> str:
-    """Return a text, or the text in a column; raise a TypeError or KeyError if none."""
+    """Return a sample, or its ``column``, if that is text; else raise an error."""
     if column is not None:
         if not isinstance(sample, Mapping):
             raise TypeError(
@@ -158,7 +158,7 @@ def text_of(sample: Any, column: str | None) -> str:
 
 
 def encoded(encode: EncodeTexts, texts: list[str]) -> list[Array]:
-    """Return the tokens of each text; check that these are as many 1-D arrays."""
+    """Return the tokens of each text; check that there is a 1-D array for each."""
     if not texts:
         return []
     arrays = encode(texts)
@@ -185,7 +185,7 @@ def _array_of(tokens: Any) -> Array:
 
 
 def dtype_of(dtype: Any) -> np.dtype[Any]:
-    """Return NumPy's dtype; raise a ValueError if it is not an integer type."""
+    """Return a NumPy dtype; raise a ValueError if it is not an integer type."""
     with contextlib.suppress(TypeError):
         result: np.dtype[Any] = np.dtype(dtype)
         if result.kind in "iu":
@@ -204,7 +204,7 @@ def check_fits(token: int, dtype: np.dtype[Any], name: str) -> None:
 
 
 def code_of(dtype: np.dtype[Any]) -> int:
-    """Return Megatron's number of a dtype; raise a ValueError if it has none."""
+    """Return Megatron's code for a dtype; raise a ValueError if it has none."""
     if dtype.name not in _CODES:
         raise ValueError(f"Megatron has {', '.join(_CODES)}, got {dtype.name}")
     return _CODES[dtype.name]
@@ -247,7 +247,7 @@ class Sidecar:
     def of_file(
         cls, path: Address, version: Version, version_of: VersionOf, read: ReadRange
     ) -> "Sidecar | None":
-        """Return the sidecar of a finished file, if there is one."""
+        """Return a finished file's sidecar or None; raise a ValueError if bad."""
         location = _with_ending(path, ".json")
         own = _version_if_any(version_of, location)
         if own is None:
@@ -263,7 +263,7 @@ class Sidecar:
         return sidecar
 
     def resumed(self, text: bytes, location: str) -> "Sidecar":
-        """Return an earlier writer's sidecar; raise an error if its tokens differ."""
+        """Return an earlier writer's sidecar; raise an error if its settings differ."""
         earlier = self.parsed(text, location)
         begun = asdict(earlier)
         del begun["documents"], begun["tokens"]
@@ -272,7 +272,7 @@ class Sidecar:
 
 
 class Index(NamedTuple):
-    """The header of an ``.idx``; offsets are in bytes."""
+    """The header of a Megatron ``.idx``; offsets are in bytes."""
 
     address: Address
     version: Version
@@ -282,12 +282,12 @@ class Index(NamedTuple):
 
     @property
     def pointers_start(self) -> int:
-        """Where the byte offsets of sequences start."""
+        """Where the list of sequences' byte offsets starts in the file."""
         return _HEAD.size + 4 * self.sequences
 
     @property
     def firsts_start(self) -> int:
-        """Where the first sequences of documents start."""
+        """Where the list of documents' first sequences starts in the file."""
         return self.pointers_start + 8 * self.sequences
 
     @property
@@ -313,7 +313,7 @@ class Index(NamedTuple):
                 f"{address!r} has no integers, but type {code}: pass tokens"
             )
         index = cls(address, version, np.dtype(names[0]), sequences, entries)
-        # Sequences may have modes, a byte each.
+        # At the end, each sequence may have a mode of one byte.
         if not entries or size not in {index.end, index.end + sequences}:
             raise ValueError(
                 f"{address!r} has {size:,} bytes, and an index of {sequences:,} "
@@ -323,7 +323,7 @@ class Index(NamedTuple):
         return index
 
     def check(self, read: ReadRange, size: int) -> None:
-        """Check first and last sequence and document against the ``.bin``'s size."""
+        """Raise a ValueError if the first or last entries do not fit the ``.bin``."""
         last_pointer, stop = self.firsts_start - 8, 0
         if self.sequences:
             last_size, start = self._numbers(read, "<iq", self.pointers_start - 4)
@@ -350,7 +350,7 @@ class Index(NamedTuple):
 
 
 class Documents:
-    """Where the documents of a mapped ``.idx`` start; looked up, never read whole."""
+    """The starts of documents in a mapped ``.idx``, found without reading it whole."""
 
     def __init__(self, buffer: Buffer, index: Index) -> None:
         view = memoryview(buffer)
@@ -366,9 +366,9 @@ class Documents:
             self._check(0, index.entries)
 
     def between(self, start: int, stop: int) -> list[int]:
-        """Return where documents start after token ``start``, up to and at ``stop``.
+        """Return the starts of documents after token ``start``, up to and at ``stop``.
 
-        Counted in tokens from ``start``. Raise a DatasetError if the index is damaged.
+        They are token offsets from ``start``. Raise a DatasetError for a damaged index.
         """
         pointers, firsts, count = self._pointers, self._firsts, self._count
         key, itemsize = pointers.__getitem__, self._index.dtype.itemsize
@@ -387,7 +387,7 @@ class Documents:
         return [pointers[k] // itemsize - start for k in firsts[low:high]]
 
     def _check(self, low: int, high: int) -> None:
-        """Check that documents start in order, and where the previous sequence ends."""
+        """Check that documents start in order, each where the last sequence ends."""
         address, _, dtype, sequences, _ = self._index
         before = max(0, self._firsts[low - 1]) if low else 0
         firsts = np.frombuffer(self._firsts[low:high], np.int64)
@@ -416,7 +416,7 @@ class Documents:
 
 
 def index_of(dtype: np.dtype[Any], documents: int, sizes: BinaryIO) -> Iterator[bytes]:
-    """Yield an index of one sequence per document, whose ``sizes`` are int32."""
+    """Yield an index of one sequence per document, given their int32 ``sizes``."""
     yield _HEAD.pack(_MAGIC, _VERSION, code_of(dtype), documents, documents + 1)
     sizes.seek(0)
     while piece := sizes.read(4 * _WRITE_CHUNK):
@@ -435,7 +435,7 @@ def index_of(dtype: np.dtype[Any], documents: int, sizes: BinaryIO) -> Iterator[
 
 @dataclass(frozen=True)
 class TokenFile:
-    """What is known of a file of tokens before any token is read."""
+    """What is known about a file of tokens before any token is read."""
 
     address: Address
     version: Version
@@ -456,10 +456,10 @@ class TokenFile:
         version_of: VersionOf,
         read: ReadRange,
     ) -> "TokenFile":
-        """Return the file at a path, which may be Megatron's without its ending.
+        """Return the file at ``path``, which may be Megatron's without the ending.
 
-        Raise a FileNotFoundError if there is none; a ValueError if the type is not
-        known, or files do not fit together.
+        Raise a FileNotFoundError if there is none; a ValueError if the type of its
+        tokens is unknown, or the files do not fit together.
         """
         given = None if dtype is None else dtype_of(dtype)
         tokens, idx = megatron_pair(path)
@@ -510,7 +510,7 @@ def _with_ending(address: Address, ending: str) -> Address:
 
 
 def _version_if_any(version_of: VersionOf, address: Address) -> Version | None:
-    """Return the version of a file, or None. Stores may refuse missing files."""
+    """Return a file's version; None if it is missing, or access is refused."""
     try:
         return version_of(address)
     except (FileNotFoundError, PermissionError):

@@ -1,1 +1,1 @@
-"""Random access to the samples of shards: where they are, and reading them."""
+"""Random access to the samples of shards, local and remote."""

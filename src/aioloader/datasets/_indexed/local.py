@@ -1,7 +1,7 @@
-"""Samples of local shards, which are mapped into memory.
+"""Random access to the samples of local shards, which are mapped into memory.
 
-A mapping keeps the file that was indexed, even if another file takes its name. A file
-that is written in place is detected before and after each read.
+A mapping keeps the file that was indexed, even if another file takes its name. Changes
+of the file in place are detected before and after each read.
 """
 
 import mmap
@@ -35,9 +35,9 @@ _MAX_KEPT_BYTES = (32 << 20) - (1 << 16)
 
 
 class LocalReads:
-    """Reads of one event loop, all in one thread; all loops share ``local``.
+    """One event loop's reads of local shards, in one thread; loops share ``local``.
 
-    Memory that several threads allocate is fresh more often: twice the time of 100 KB.
+    Several threads would get fresh memory more often, at twice the time for 100 KB.
     """
 
     def __init__(self, local: Any) -> None:
@@ -46,7 +46,7 @@ class LocalReads:
         self._thread: ThreadPoolExecutor | None = None
 
     async def read(self, indices: list[int]) -> list[Any]:
-        """Return samples; if one cannot be read, raise its error."""
+        """Return the samples at ``indices``; raise the error of an unreadable one."""
         return await self._run(self._local.samples, indices)
 
     async def version(self, shard: int) -> Version:
@@ -59,14 +59,14 @@ class LocalReads:
         return await in_thread(function, argument, executor=self._thread)
 
     async def aclose(self) -> None:
-        """End the thread after the reads that are under way."""
+        """End the thread after its current reads, without waiting for them."""
         if self._thread is not None:
             self._thread.shutdown(wait=False)
             self._thread = None
 
 
 class _MappedShard:
-    """A mapped shard, and its version when it was mapped."""
+    """A memory-mapped shard, and its version when it was mapped."""
 
     def __init__(self, path: str, end: int, expected: Version | None) -> None:
         self._path = path
@@ -92,7 +92,7 @@ class _MappedShard:
 
 
 class MappedShards:
-    """Samples of mapped shards, by index. Each shard has a path and a format."""
+    """Random access to memory-mapped shards, each with a path and a byte format."""
 
     def __init__(
         self, shards: Sequence[tuple[str, ByteFormatSpec]], edges: Edges
@@ -101,15 +101,15 @@ class MappedShards:
         self._mappings: OrderedDict[int, _MappedShard] = OrderedDict()
         self._lock = fork_safe(threading.Lock())
         # After freeing a block of this size, the C library keeps twice as much memory
-        # for samples, which otherwise cost up to a page fault per 4 KB.
+        # for samples; fresh memory costs up to a page fault per 4 KB.
         np.empty(_MAX_KEPT_BYTES, np.uint8)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return MappedShards, (self._shards, self._edges)
 
     def samples(self, indices: Sequence[int]) -> list[Any]:
-        """Return samples; the kernel reads all of them ahead, in any order."""
-        if len(indices) > MAX_OPEN:  # may be of as many shards
+        """Return the samples at ``indices``; first, have the kernel prefetch them."""
+        if len(indices) > MAX_OPEN:  # they may be in as many shards
             halves = indices[: len(indices) // 2], indices[len(indices) // 2 :]
             return [sample for half in halves for sample in self.samples(half)]
         places, made = [*map(self._edges.find, indices)], list[Any]()

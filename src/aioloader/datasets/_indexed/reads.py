@@ -1,8 +1,8 @@
-"""Ranges of remote shards: requests made in one turn of the loop are merged.
+"""Random reads of remote shards: near ranges in one turn of the loop are merged.
 
-A shard is read at one version. It is that of a pack; or else the one that a check finds
-before the first read on each loop: an ``.idx`` has no version, but a shard of another
-length shows in the bytes after its last sample.
+A shard is read at one version: the one in its pack, or else the one that a check finds
+before the first read on each loop. An ``.idx`` has no version, so the check compares
+the shard's length, and the bytes after its last sample, with the index.
 """
 
 import asyncio
@@ -25,12 +25,12 @@ from aioloader.datasets._streams.edges import (
 from aioloader.errors import DatasetError
 
 T = TypeVar("T")
-# Ranges nearer than this are read together, up to so many bytes.
+# Ranges at most this far apart share a request, of up to this many bytes.
 _MAX_GAP, _MAX_BYTES = 1 << 16, 8 << 20
 
 
 class SharedRequest(Generic[T]):
-    """A request that several reads ``join``; it is cancelled once all have left."""
+    """A request that reads ``join`` and ``leave``; cancelled when all have left."""
 
     def __init__(self, request: Coroutine[Any, Any, T]) -> None:
         self.task = asyncio.create_task(request)
@@ -40,7 +40,7 @@ class SharedRequest(Generic[T]):
 
     @property
     def is_usable(self) -> bool:
-        """Whether it is running, or has a result."""
+        """Whether the request is running, or has a result."""
         task = self.task
         is_lost = task.done() and (task.cancelled() or task.exception() is not None)
         return not (is_lost or task.cancelling())
@@ -82,11 +82,11 @@ class PendingSample:
     """A sample to be read.
 
     Attributes:
-        place: Where it is.
-        is_held: Whether no read waits for it yet.
-        is_sent: Whether its request was made, at the end of a turn of the loop.
-        merged: Its shared request, and where that request's bytes start, once sent;
-            None: it has a separate request.
+        place: The number of its shard, and its byte range there.
+        is_held: Whether it was requested in advance, and no read waits for it yet.
+        is_sent: Whether the turn of the loop in which it was requested has ended.
+        merged: Its shared request, and the offset of that request's bytes; None before
+            it is sent, or if the sample is read by a separate request.
     """
 
     __slots__ = ("is_held", "is_sent", "merged", "place")
@@ -97,7 +97,7 @@ class PendingSample:
 
 
 class RemoteReads:
-    """The reads of one event loop, of remote shards."""
+    """One event loop's reads of remote shards."""
 
     def __init__(
         self, storage: Storage, addresses: list[Address], edges: Edges
@@ -114,7 +114,7 @@ class RemoteReads:
         self._requests: set[asyncio.Task[Any]] = set()
 
     async def read(self, index: int) -> tuple[SampleRange, memoryview]:
-        """Return where a sample is, and its bytes."""
+        """Return a sample's place in its shard, and its bytes."""
         sample = self._held.pop(index, None)
         if sample is None:
             sample = self._request(index)
@@ -155,7 +155,7 @@ class RemoteReads:
         return sample
 
     def _hold_block(self, index: BlockIndex) -> None:
-        """Request the other samples of a block; drop old ones that were never read."""
+        """Request a block's other samples; drop old requests that no read has used."""
         (block, window), held = index.spread, self._held
         first = index - index % block
         for number in range(first, min(first + block, len(self._edges))):
@@ -165,7 +165,7 @@ class RemoteReads:
             del held[next(iter(held))]
 
     def _send(self) -> None:
-        """Send the requests of this turn; near ranges share one."""
+        """Send a shared request for each group of near ranges of this turn."""
         samples, self._pending = self._pending, []
         group: list[PendingSample] = []
         start = stop = 0
@@ -201,7 +201,7 @@ class RemoteReads:
             piece = await stored.fetch(start, stop, known)
         except DatasetError as error:
             now = known
-            if error.attempts == 1:  # refused, not failed
+            if error.attempts == 1:  # refused at once, perhaps because of a change
                 with contextlib.suppress(DatasetError):
                     now = (await stored.fetch(0, 1, None)).version
             if now.is_of(known):
@@ -222,7 +222,7 @@ class RemoteReads:
         return known
 
     async def _check(self, shard: int) -> Version:
-        """Return the version of a shard whose index fits it."""
+        """Return the version of a shard after checking that its index fits it."""
         end, stored = self._edges.end(shard), self._stored(shard)
         # From one byte before the end: a server may refuse an empty range.
         piece = await stored.fetch(max(0, end - 1), end + Edges.trailer_bytes, None)

@@ -1,1 +1,1 @@
-"""The parts of streams: shards, cursors, steps, readers, and agreement of ranks."""
+"""The parts of streams: shards, cursors, steps, readers, and the ranks' agreement."""

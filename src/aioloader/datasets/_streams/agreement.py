@@ -1,6 +1,6 @@
-"""Agreement of ranks through a key-value store: on lists of shards and ends of epochs.
+"""How ranks agree on their shards and on an epoch's end, through a key-value store.
 
-Operations of the store block, so they run in threads, on separate connections.
+The store's operations block, so they run in threads, on separate connections.
 """
 
 import itertools
@@ -23,11 +23,11 @@ from aioloader.errors import DatasetError
 
 @dataclass(frozen=True)
 class Agreement:
-    """Compares the shards that ranks found in one iteration.
+    """A comparison of the shards that the ranks found, for one iteration.
 
     The first rank to arrive stores a summary of its shards; later ranks adopt it and
-    compare theirs with it, so no rank waits. ``rank`` numbers this worker among the
-    workers of all ``ranks``; other processes with the same number are its peers.
+    compare theirs with it, so no rank waits. Each worker is one of the ``ranks``, with
+    the number ``rank``; other processes with the same number are its peers.
     """
 
     store: RankStore
@@ -38,7 +38,7 @@ class Agreement:
 
     @property
     def name(self) -> str:
-        """The number of the rank, with the worker's number if the rank has several."""
+        """The rank's number, with the worker's if the rank has several workers."""
         rank, worker = divmod(self.rank, self.workers)
         return f"{rank} (worker {worker})" if self.workers > 1 else f"{rank}"
 
@@ -49,11 +49,11 @@ class Agreement:
         stack: AsyncExitStack,
         find: Callable[[AsyncExitStack, Any], Awaitable[Any]],
     ) -> Any:
-        """Return what ``find`` returns, once its summary equals the first rank's.
+        """Return the result of ``find``, whose summary must equal the first rank's.
 
-        ``subject`` identifies the comparison: equal on all ranks, JSON-serialisable.
-        ``location`` names the stream in errors; ``stack`` closes what ``find`` opened.
-        ``find`` gets a stack and the first rank's summary, or None; its result has a
+        ``subject``: identifies the comparison; JSON-serialisable, equal on all ranks.
+        ``location``: names the stream in errors. ``stack``: closes what ``find`` opens.
+        ``find``: gets a stack and the first rank's summary, or None. Its result has a
         JSON-serialisable ``summary``.
         """
         key = key_of([self.ranks, self.epoch, subject])
@@ -81,19 +81,19 @@ class Agreement:
         )
 
     def _look_up(self, key: str, store: Any) -> tuple[str, Any]:
-        """Return the key of this comparison, and what the first rank stored there."""
-        # The nth comparison of this process is matched with the nth of the other ranks.
+        """Return this comparison's key, and the first rank's entry there or None."""
+        # The nth comparison of this process matches the nth one of every other rank.
         counter = f"{key}/rank {self.rank} of process {self.store.process}"
         key = f"{key}/{store.add(counter, 1)}"
         return key, json.loads(store.get(key)) if store.check([key]) else None
 
     def _save(self, key: str, summary: Any, store: Any) -> Any:
-        """Store this rank's summary unless there is one; return the stored one."""
+        """Store this rank's summary unless one is stored; return the stored entry."""
         mine = {"rank": self.rank, "name": self.name, "summary": summary}
         return json.loads(store.compare_set(key, "", json.dumps(mine)))
 
     async def _do(self, job: Callable[[Any], Any], location: str) -> Any:
-        """Run an operation in a thread, on a separate connection."""
+        """Run an operation of the store in a thread, on a separate connection."""
         run = lambda: job(self.store.open())  # noqa: E731
         try:
             return await in_thread(run, abandon_on_cancel=True)
@@ -110,27 +110,27 @@ def _shown(summary: Any) -> str:
     return f"{summary['count']:,} shards (digest {digest(summary)})"
 
 
-# Counters of this process's iterations, by stream and rank. Keys contain the number
-# of the iteration, and match if all processes iterate equally often.
+# Counters of this process's iterations, by stream and rank. Keys in the store contain
+# the iteration's number, so they match if all processes iterate equally often.
 _ITERATIONS: dict[tuple[str, int], Iterator[int]] = {}
 _NO_TIMEOUT = timedelta(days=1)  # long enough, because the consumer's wait is bounded
-_JOIN_SECONDS = 10.0  # for each thread to end
+_JOIN_SECONDS = 10.0  # that each thread has to end
 _STOP = b"left"  # wakes the listening thread
 
 
 class EpochEndRounds:
-    """Agrees on the end of an epoch in rounds.
+    """The rounds of messages in which ranks agree on the end of an epoch.
 
-    In each round every rank publishes how many batches it has, once these exceed the
-    slowest rank's count of the round before. The last rank to publish computes the
-    result for all. A round spans as many batches as are read ahead, so ranks normally
-    do not wait. One thread publishes and another listens. Each rank overwrites one key;
-    the keys of a round are deleted in it. If ranks have peers, which deliver the same
-    batches, the first process of each rank joins one circle of ranks, the second one
-    another.
+    In each round every rank publishes how many batches it has, once it has ended or is
+    well past the slowest rank's count in the previous round. The last rank to publish
+    computes the result for all. A round spans as many batches as are read ahead, so
+    ranks normally do not wait. One thread publishes and another listens. Each rank
+    overwrites one key; each round deletes its other keys. If ranks have peers, which
+    deliver the same batches, the first process of each rank joins one circle, in which
+    they agree, and the second process another.
 
-    ``subject`` identifies the stream: equal on all ranks, JSON-serialisable. ``start``
-    is the epoch, and how many of its batches were delivered before.
+    ``subject``: identifies the stream; JSON-serialisable, equal on all ranks.
+    ``start``: the epoch, and how many of its batches were delivered before.
     """
 
     def __init__(
@@ -155,9 +155,9 @@ class EpochEndRounds:
         self._threads: list[CpuThread] = []
 
     def begin(self, end: SharedEnd, wake: Callable[[Exception | None], None]) -> None:
-        """Start the threads, which publish this rank's counts in ``end`` and update it.
+        """Start the threads that publish this rank's counts and update ``end``.
 
-        ``wake`` is called in another thread after each update, and with an error.
+        ``wake`` is called in one of them: with None after an update, or with an error.
         """
         if self._threads or self._is_closed:
             return
@@ -167,30 +167,30 @@ class EpochEndRounds:
         self._key = f"{key}/{next(numbers)}"
         process = group()
         self._may_have_peers = process is not None and process[1] > self._ranks
-        # A thread in a call of the store would abort the process at Python's exit.
+        # A thread still in a store call at Python's exit would abort the process.
         weakref.finalize(self, _end, weakref.ref(self))
         for job in (self._publish_all, self._listen):
             self._threads.append(thread := CpuThread.once("aioloader-end"))
             thread.post(partial(self._run, job))
 
     def note(self) -> None:
-        """Wake the publishing thread, because ``end`` has changed; any thread."""
-        if self._is_heard:  # otherwise the thread looks after this round
+        """Wake the publishing thread, as ``end`` has changed. Safe in any thread."""
+        if self._is_heard:  # otherwise the thread checks ``end`` after this round
             self._news.put(None)
 
     def close(self) -> None:
-        """Tell the threads to end, without waiting; any thread, and finalizers."""
+        """Tell the threads to end; do not wait. Safe in any thread and finalizer."""
         self._is_closed = True
         self._news.put(None)
 
     def join(self) -> bool:
-        """Wait for the threads for a while; return whether they have ended."""
+        """Wait up to 10 seconds for each thread; return whether all have ended."""
         for thread in self._threads:
             thread.join(_JOIN_SECONDS)
         return not any(thread.is_alive() for thread in self._threads)
 
     def waits_for(self) -> str:
-        """Return the ranks that delay the round, for an error; blocks."""
+        """Return the ranks that delay the round, as text for an error. Blocks."""
         store = self._store.open()
         peers = [rank for rank in range(self._ranks) if rank != self._rank]
         late = [
@@ -199,7 +199,7 @@ class EpochEndRounds:
             if not store.check([self._key_of(rank)])
             or self._published_by(store, rank)[0] < self._round
         ]
-        late = late or peers  # all have published, and one lacks the result
+        late = late or peers  # all have published, but no result arrived
         return f"rank{'s' * (len(late) > 1)} {', '.join(map(str, late))}"
 
     # -- in the threads -----------------------------------------------------------
@@ -216,7 +216,7 @@ class EpochEndRounds:
             self._rounds.put(None)
 
     def _publish_all(self, store: Any) -> None:
-        """Publish this rank's count in each round, and again once the end is known."""
+        """Publish this rank's count in each round, at the known end, and on leaving."""
         end, number = self._end, 0
         if self._may_have_peers:  # the counter stays: more peers may arrive later
             self._key += f"/circle {store.add(f'{self._key}/of rank {self._rank}', 1)}"
@@ -248,7 +248,7 @@ class EpochEndRounds:
                 return
 
     def _apply(self, result: Any) -> str:
-        """Update ``end`` by a round's result; return an error's text, or ""."""
+        """Update ``end`` with a round's result; return an error's text, or ""."""
         end = self._end
         if "error" in result:
             return str(result["error"])
@@ -275,7 +275,7 @@ class EpochEndRounds:
         return f"{self._key}/round {number} to rank {rank}"
 
     def _publish(self, store: Any, number: int, *, has_left: bool = False) -> None:
-        """Publish this rank's count; the last rank of a round sends all its result."""
+        """Publish this rank's count; a round's last rank sends the result to all."""
         count = self._end.made, self._end.has_ended, has_left
         entry = json.dumps([number, self._start, count])
         store.set(self._key_of(self._rank), entry)
@@ -288,7 +288,7 @@ class EpochEndRounds:
         if self._end.total() is not None:
             for rank in ranks:
                 store.delete_key(self._key_of(rank))
-        for rank in sorted(ranks, key=lambda k: k == self._rank):  # itself last
+        for rank in sorted(ranks, key=lambda k: k == self._rank):  # this rank last
             store.set(self._result_key(number, rank), result)
 
     def _failed(self, why: str, cause: Exception | None = None) -> DatasetError:
@@ -303,7 +303,7 @@ class EpochEndRounds:
 
 
 def _result(published: Sequence[Any]) -> dict[str, Any]:
-    """Return all ranks' counts after a round, or why no other round can follow."""
+    """Return all ranks' counts, or an error if they started at different batches."""
     if len({tuple(position) for _, position, _ in published}) > 1:
         text = "; ".join(
             f"rank {rank} is at batch {batch} of epoch {epoch}"
@@ -314,7 +314,7 @@ def _result(published: Sequence[Any]) -> dict[str, Any]:
 
 
 def _end(reference: "weakref.ref[EpochEndRounds]") -> None:
-    """End the threads, which keep their object alive while they run."""
+    """End the threads at Python's exit; until then they keep their object alive."""
     if (rounds := reference()) is not None:
         rounds.close()
         rounds.join()

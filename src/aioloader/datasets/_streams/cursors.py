@@ -1,8 +1,8 @@
-"""Cursors: streams being read, in blocks of samples, with positions that can be saved.
+"""Cursors, which read streams in blocks of samples and can save their positions.
 
 Each step of a stream (``map``, ``filter``, ``take``...) is a cursor over the previous
-step's. A position is the state before a block, and how many of the block's samples
-were passed on. Resuming makes the block again, and drops those.
+step's cursor. A position is the state before a block, and how many of the block's
+samples were passed on. Resuming makes the block again, and drops those samples.
 """
 
 import asyncio
@@ -37,8 +37,8 @@ _MAIN_MODULES = {"__main__", "__mp_main__"}
 class Ahead(enum.IntEnum):
     """How far a stream may be read ahead of the samples passed on.
 
-    ``NEVER``: reading again may give different samples. ``QUICK``: only while samples
-    come quickly, because each may have to be waited for. ``FREE``: without limit.
+    ``NEVER``: not at all, because a second read may return different samples.
+    ``QUICK``: only while samples come quickly. ``FREE``: without limit.
     """
 
     NEVER = 0
@@ -52,16 +52,16 @@ class Reading:
 
     epoch: int
     share: ReaderShare
-    stack: AsyncExitStack  # closes at the end of the iteration
-    # Lists of shards by the id of their source, shared by all readers of this rank.
+    stack: AsyncExitStack  # is closed at the end of the iteration
+    # Lists of shards by their source's id; all readers of this rank share them.
     listed: dict[Any, Any] = field(default_factory=dict)
     agreement: "Agreement | None" = None  # compares lists of shards among ranks
-    begun: int = 0  # the epoch that began at the start of the stream
+    begun: int = 0  # the epoch in which the readers began the stream
     reads_whole: ClassVar[bool] = True
 
 
 class OpenBlock(NamedTuple):
-    """A block of which some samples were not passed on yet."""
+    """A block with samples that were not passed on yet."""
 
     before: State
     length: int
@@ -69,12 +69,12 @@ class OpenBlock(NamedTuple):
 
 
 class Cursor:
-    """Samples that come in blocks: the base of sources and steps.
+    """The base of sources and steps, which return samples in blocks.
 
     A subclass implements ``_make``, which returns the next samples, and
-    ``_make_state``, a state from which it returns them again. It takes its own entries
-    of a state. Steps over it call ``pull``. Cursors that combine several inputs, and
-    pass samples on later, call ``fill`` and ``take``, and then ``pass_on``.
+    ``_make_state``, which returns a state to make them again. It reads only its own
+    entries of a state. The next step calls ``pull``. A cursor that combines inputs, and
+    passes samples on later, calls their ``fill`` and ``take``, and then ``pass_on``.
     """
 
     overshoots = False  # whether `_make` may return more samples than its limit
@@ -82,7 +82,7 @@ class Cursor:
     ready = 0  # how many samples `take` can return without waiting
 
     def __init__(self, state: State) -> None:
-        # Until the samples passed on before it was saved are dropped again.
+        # The loaded state; None once the samples passed on before it are dropped again.
         self._loaded = state if state.get("taken") else None
         self._open_blocks: deque[OpenBlock] = deque()
         self._passed = 0  # samples of the first open block
@@ -114,7 +114,7 @@ class Cursor:
         """Release open resources; ``_make`` is not running."""
 
     def passes(self) -> int | None:
-        """Return the current pass of an endless ``repeat`` upstream."""
+        """Return the number of the current pass of an endless ``repeat``, or None."""
         return None
 
     async def pull(self, limit: int) -> Block:
@@ -143,7 +143,7 @@ class Cursor:
         await self._close()
 
     async def fill(self, limit: int) -> bool:
-        """Get about ``limit`` more samples; return whether there are any."""
+        """Read about ``limit`` more samples for ``take``; return whether any came."""
         if (state := self._loaded) is not None:
             await self._replay(state["taken"], state.get("failed"))
             self._loaded = None
@@ -158,7 +158,7 @@ class Cursor:
         return len(block) > 0
 
     def take(self, limit: int) -> Block:
-        """Return up to ``limit`` samples that are ready."""
+        """Return up to ``limit`` of the samples that ``fill`` has read."""
         whole, start = self._block, len(self._block) - self.ready
         if limit < self.ready:
             self.ready -= limit
@@ -167,7 +167,7 @@ class Cursor:
         return whole[start:] if start else whole
 
     def take_blocks(self, size: int, most: int) -> list[Block]:
-        """Return up to ``most`` ready blocks of ``size``, before a failed sample."""
+        """Return up to ``most`` ready blocks of ``size``; stop at a failed sample."""
         blocks, start = list[Block](), len(self._block) - self.ready
         for number in range(min(self.ready // size, most)):
             first = start + number * size
@@ -187,7 +187,7 @@ class Cursor:
             self._passed -= self._open_blocks.popleft().length
 
     async def _next_block(self, limit: int) -> Block:
-        """Return the next block, and record its state."""
+        """Return the next block, and record the state before it."""
         if self.prefetches:
             making = self._making or self._prefetch(limit)
             await asyncio.wait([making])  # cancellation does not reach it
@@ -215,7 +215,7 @@ class Cursor:
             self._open_blocks.append(OpenBlock(before, len(block), details))
 
     async def _replay(self, count: int, failed: list[int] | None) -> None:
-        """Make the first ``count`` samples after the loaded state again; drop them."""
+        """Remake, check and drop the first ``count`` samples after the loaded state."""
         done = 0
         while done < count:
             block = await self._next_block(count - done)
@@ -231,7 +231,7 @@ class Cursor:
 async def skip(
     pull: Callable[[int], Any], count: int, failed: list[int] | None = None
 ) -> int:
-    """Pull, check and drop replayed samples; return how many were missing."""
+    """Pull, check and drop ``count`` replayed samples; return how many were missing."""
     done = 0
     while done < count:
         block = await pull(count - done)
@@ -245,12 +245,12 @@ async def skip(
 def check_replayed(
     block: Block, start: int, count: int, failed: list[int] | None
 ) -> None:
-    """Check that the same samples are unreadable when they are read again.
+    """Raise a ShardChangedError unless the same samples are unreadable as before.
 
     An unreadable shard counts as one failed sample. If it can be read now, or another
-    cannot, later samples shift, and the wrong ones would be dropped. ``block`` is from
-    position ``start`` of ``count``; it is empty at the end. ``failed`` are the
-    positions that were unreadable when the state was saved, or None if unknown.
+    cannot, later samples shift, and the wrong ones would be dropped. ``block``: samples
+    read from position ``start`` of ``count``; empty at the end. ``failed``: the
+    positions that were unreadable when the state was saved; None: do not check.
     """
     if failed is None:
         return
@@ -259,7 +259,7 @@ def check_replayed(
             f"of the {count:,} samples that the state says to read again, there are "
             f"{start:,} now; restore the others, or restart the epoch"
         )
-    lost = [start + index for index in unreadable(block)]  # may have duplicates
+    lost = [start + index for index in unreadable(block)]  # may repeat a position
     stop = min(start + len(block), count)
     now = Counter(position for position in lost if position < stop)
     then = Counter(position for position in failed if start <= position < stop)
@@ -293,8 +293,8 @@ def qualname(function: Any) -> str:
 def fitted(state: State, description: Description, *, strict: bool) -> State:
     """Return an iterator's state in the form that the described stream can load.
 
-    Unless ``strict``, shards of the same lengths may have other versions. Raise a
-    StateMismatchError that names the differences if it is of another stream.
+    Unless ``strict``, shards may have other versions if their lengths are the same.
+    Raise a StateMismatchError, which names the differences, for another stream's state.
     """
     errors, renamed = differences(state["stream"], description)
     if errors:
@@ -317,7 +317,7 @@ def fitted(state: State, description: Description, *, strict: bool) -> State:
 
 
 def _without_stamps(state: Any) -> Any:
-    """Return a state that fits shards of the same lengths, whatever their versions."""
+    """Return a state without version stamps, so that it fits other versions."""
     if isinstance(state, list):
         return [*map(_without_stamps, state)]
     if not isinstance(state, dict):
@@ -328,7 +328,7 @@ def _without_stamps(state: Any) -> Any:
 
 
 def _has_read_ahead(reader: State) -> bool:
-    """Return whether steps of a reader had read ahead of the samples passed on."""
+    """Tell whether any step of a reader had read ahead of the samples passed on."""
     states = [reader["state"]]
     while states:
         state = states.pop()

@@ -1,13 +1,13 @@
 """Byte offsets of the samples in shards: ``.idx`` files and packs.
 
-The index of a shard is a sorted list of offsets, one more than it has samples: where
-each sample starts, and where the last one ends. There are two kinds of files:
+A shard's index is an ascending list of byte offsets: where each sample starts, and
+where the last one ends. There are two kinds of files:
 
 - ``shard.tar.idx``, next to its shard: little-endian 64-bit offsets, as NVIDIA's
-  Megatron-Energon and NeMo write it. It has no version of its shard.
+  Megatron-Energon and NeMo write them. It does not record the shard's version.
 - A pack, one file for all shards: ``aioidx`` and a version, the length of a header, the
-  header (JSON: names, counts, sizes, entity tags and times of shards), padding up to a
-  multiple of 8, and the offsets of all shards, 32-bit ones if all are below 4 GiB.
+  header (JSON: names, counts, sizes, entity tags and times of shards), padded to a
+  multiple of 8, and the offsets of all shards: 32-bit if all are below 4 GiB, else 64.
 """
 
 import array
@@ -32,9 +32,9 @@ _MAGIC, _VERSION = b"aioidx", 1
 _HEAD = struct.Struct("<6sHQ")
 _DALI = b"v1."  # the start of an index of NVIDIA DALI
 _READ_BYTES = 1 << 20
-# Allowed after the last sample: zeros to the end of a record, as `tar` writes them.
+# Most bytes after the last sample: `tar` writes zeros to the end of a record.
 _MAX_PADDING = 1 << 16
-# The columns of a pack's header that have the shards' versions.
+# The columns of a pack's header that hold the shards' versions.
 _VERSION_COLUMNS = ("sizes", "e_tags", "modified")
 
 Offsets = npt.NDArray[np.unsignedinteger[Any]]
@@ -43,19 +43,19 @@ SampleRange: TypeAlias = tuple[int, int, int]
 
 
 class Edges:
-    """Where all samples of several shards start and end.
+    """The byte offsets at which the samples of several shards start and end.
 
-    Memory: 4 bytes per sample if all shards are below 4 GiB, else 8. Those of a local
-    pack are mapped, and shared by all processes.
+    Memory: 4 bytes per sample if all shards are below 4 GiB, else 8. The offsets of a
+    local pack are memory-mapped, so all processes share them.
 
     Attributes:
         counts: The number of samples of each shard.
-        offsets: Those of all shards, one shard after another.
+        offsets: Each shard's sample starts and last end, one shard after another.
         versions: The version of each shard when it was indexed; empty if unknown.
-        mapped: The first arguments of ``map_edges``, if it made this object.
+        mapped: The first three arguments of ``map_edges`` if it made this object.
     """
 
-    trailer_bytes = 512  # checked after a shard's last sample
+    trailer_bytes = 512  # to check after a shard's last sample
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class Edges:
         self.versions, self.mapped = versions, mapped
         self._firsts = [0, *accumulate(counts)]
         view: Any = offsets
-        self._view = memoryview(view)  # look-ups take a quarter of the array's time
+        self._view = memoryview(view)  # its look-ups are four times as fast
 
     def __len__(self) -> int:
         return self._firsts[-1]
@@ -79,7 +79,7 @@ class Edges:
         return shard, self._view[place], self._view[place + 1]
 
     def of_shard(self, shard: int) -> Offsets:
-        """Return the offsets of one shard."""
+        """Return one shard's offsets: each sample's start, and the last one's end."""
         start = self._firsts[shard] + shard
         return self.offsets[start : start + self.counts[shard] + 1]
 
@@ -89,7 +89,7 @@ class Edges:
         return end
 
     def of_shards(self, shards: Sequence[int]) -> "Edges":
-        """Return the edges of the given shards, in this order."""
+        """Return the edges of the given shards, in the given order."""
         if [*shards] == [*range(len(self.counts))]:
             return self
         counts = [self.counts[shard] for shard in shards]
@@ -104,7 +104,7 @@ class Edges:
 
 
 class EdgesBuilder:
-    """Collects the offsets of one shard after another."""
+    """A builder of ``Edges``, to which shards are added one after another."""
 
     def __init__(self) -> None:
         self._counts, self._offsets = list[int](), array.array("I")
@@ -122,7 +122,7 @@ class EdgesBuilder:
         self._versions.append(version)
 
     def done(self) -> Edges:
-        """Return the edges, with versions if all are known."""
+        """Return the edges of all shards, with versions if all versions are known."""
         versions = [version for version in self._versions if version is not None]
         known = versions if len(versions) == len(self._counts) else ()
         offsets: Offsets = np.frombuffer(self._offsets, f"u{self._offsets.itemsize}")
@@ -137,7 +137,7 @@ def index_name(path: str) -> str:
 
 
 async def read_index(storage: Storage, address: Address) -> Offsets | None:
-    """Return the offsets in the index next to a shard; None if there is none."""
+    """Return the offsets in the index next to a shard; None without an index."""
     index = sibling(address, index_name)
     try:
         data = await read_whole(storage.open(index, 0, _READ_BYTES))
@@ -156,12 +156,12 @@ def _is_rising(offsets: Offsets) -> bool:
 
 
 def fits(end: int, size: int) -> bool:
-    """Tell whether a shard whose last sample ends at ``end`` may have this size."""
+    """Tell whether a shard of this size may have its last sample end at ``end``."""
     return end <= size <= end + _MAX_PADDING
 
 
 def check_end(location: str, end: int, size: int, rest: bytes = b"") -> None:
-    """Check a shard's size, and the bytes that follow its last sample."""
+    """Raise a ShardChangedError if ``size``, or ``rest`` after ``end``, is wrong."""
     if not end:
         return
     if not fits(end, size) or rest.strip(b"\0"):
@@ -210,7 +210,7 @@ class IndexPack(NamedTuple):
     format: dict[str, Any]  # identifies the format of the samples
 
     def by_name(self) -> dict[str, tuple[Offsets, Version]]:
-        """Return the offsets and the version of each shard."""
+        """Return the offsets and the version of each shard, by its name."""
         edges = self.edges
         return {
             name: (edges.of_shard(shard), edges.versions[shard])
@@ -218,7 +218,7 @@ class IndexPack(NamedTuple):
         }
 
     def contents(self) -> bytes:
-        """Return the contents of the pack's file."""
+        """Return the pack as the bytes of a file."""
         edges = self.edges
         columns = zip(*edges.versions, strict=True) if edges.versions else [[]] * 3
         header = {"format": self.format, "names": self.names, "counts": edges.counts}
@@ -231,12 +231,12 @@ class IndexPack(NamedTuple):
 
 
 async def read_pack(storage: Storage, address: Address) -> IndexPack:
-    """Open a pack. A local pack is mapped; others are read into memory.
+    """Open a pack: map a local one into memory, and read any other.
 
     Raises:
-        ObjectNotFoundError: If there is none.
-        ValueError: If the file is something else.
-        DatasetError: If it is damaged, or cannot be read.
+        ObjectNotFoundError: If there is no file at ``address``.
+        ValueError: If the file is not a pack.
+        DatasetError: If the pack is damaged, of another version, or cannot be read.
     """
     location, path, data = storage.label(address), storage.path(address), b""
     if path is not None:
@@ -268,7 +268,7 @@ async def read_pack(storage: Storage, address: Address) -> IndexPack:
 def map_edges(
     path: str, base: int, width: int, counts: Sequence[int], versions: Sequence[Version]
 ) -> Edges:
-    """Map the offsets in a pack into memory; they start at byte ``base``."""
+    """Map a pack's offsets, which start at byte ``base``, into memory."""
     length = sum(counts) + len(counts)
     if (size := os.stat(path).st_size) != base + width * length:  # noqa: PTH116
         raise _no_pack(path, f"it has {size:,} bytes")
@@ -277,7 +277,7 @@ def map_edges(
 
 
 def _header_end(head: bytes, location: str) -> int:
-    """Return where the header of a pack ends, and its offsets start."""
+    """Return the byte at which a pack's header ends and its list of offsets starts."""
     if not head.startswith(_MAGIC[: len(head)]):
         raise ValueError(
             f"{location!r} is something else than an index of shards: pass another name"

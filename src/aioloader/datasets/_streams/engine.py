@@ -3,13 +3,13 @@
 A generator starts where a sample starts, and reads forward. There are two kinds:
 
 - A user's generator gets a blocking binary ``file`` and yields samples. At each yield
-  the file is where the next sample starts, so a position is all that resuming needs.
+  the file's position is the start of the next sample; resuming needs nothing else.
   It runs, and is closed, in a separate thread, which may block.
 - A built-in generator (``Steps``) gets a ``ByteFeed`` and yields blocks of samples with
   the offset after each, or None where it needs another piece of the bytes. It never
-  waits, so it runs in any thread of the loop, or on the loop.
+  waits, so it runs in any of the loop's worker threads, or on the loop.
 
-The reader decompresses, and limits blocks in number, bytes and time.
+``ByteReader`` decompresses the bytes, and limits each block's samples, bytes and time.
 """
 
 import array
@@ -65,21 +65,21 @@ from aioloader.protocols import generator_of, is_async_function
 _SEARCH_BYTES = 1 << 16
 # Files up to this size may be read whole, to find enough lines for all readers.
 _SMALL_FILE_BYTES = 1 << 24
-# Most samples of a block. Fewer of containers: scanning more of them costs the garbage
-# collector more time than parsing takes.
+# Most samples of a block; fewer if they are containers, because the garbage collector
+# would take longer to scan more of them than parsing takes.
 _MAX_SAMPLES, _MAX_CONTAINERS = 2048, 256
 # Limits of a block of a user's generator.
 _MAX_BYTES, _MAX_SECONDS = 1 << 22, 0.02
-# CPU seconds that a turn on the loop may take.
+# Most CPU seconds of a turn on the loop.
 _TURN_SECONDS = 0.002
-# Buffer of the file that a user's generator gets.
+# Buffer size of the file that a user's generator gets.
 _BUFFER_BYTES = 1 << 16
 _EMPTY = memoryview(b"")
 _END: Any = ()
 
 
 class ShardPart(NamedTuple):
-    """The bytes of one version of a shard from ``start`` to ``stop``."""
+    """A part of one version of a shard: its bytes from ``start`` to ``stop``."""
 
     address: Address
     start: int
@@ -87,8 +87,8 @@ class ShardPart(NamedTuple):
     version: Version | None
 
 
-# Gets a shard's address, its size, and a number of parts. Returns where all parts but
-# the first start, in order; or why the shard cannot be cut, and what to do.
+# Gets the storage, a shard's address and size, and a number of parts. Returns where all
+# parts but the first start, in order; or why the shard cannot be cut, and what to do.
 Cuts: TypeAlias = Callable[[Storage, Address, int, int], Awaitable[Sequence[int] | str]]
 
 
@@ -97,8 +97,8 @@ async def cut_shards(
 ) -> list[ShardPart]:
     """Cut shards into ``count`` parts, in order; shards stay whole where possible.
 
-    The parts depend only on the shards' sizes, so all ranks get the same ones. Raise a
-    ValueError if the shards cannot be cut into enough parts.
+    The parts depend only on the shards' sizes and contents, so all ranks get the same
+    ones. Raise a ValueError if the shards cannot be cut into enough parts.
     """
     versions = await each(partial(_version, storage), shards)
     counts = shares([version.size for version in versions], count)
@@ -150,7 +150,7 @@ def checksum_of(parts: Sequence[ShardPart]) -> str:
 
 
 def shares(sizes: Sequence[int], count: int) -> list[int]:
-    """Return the number of parts per shard; the largest parts are divided first."""
+    """Return how many parts each shard is cut into; the largest are divided first."""
     parts = [1] * len(sizes)
     heap = [(-size, shard) for shard, size in enumerate(sizes)]
     heapify(heap)
@@ -164,7 +164,7 @@ def shares(sizes: Sequence[int], count: int) -> list[int]:
 async def at_line_ends(
     storage: Storage, address: Address, size: int, count: int
 ) -> Sequence[int]:
-    """Return starts of lines that cut a file into about even parts, for ``Cuts``."""
+    """Return line starts that cut a file into about even parts; see ``Cuts``."""
     even = [size * number // count for number in range(1, count)]
     starts = await each(lambda cut: _next_line(storage, address, cut, size), even)
     cuts = sorted({start for start in starts if 0 < start < size})
@@ -176,7 +176,7 @@ async def at_line_ends(
 
 
 async def _next_line(storage: Storage, address: Address, cut: int, size: int) -> int:
-    """Return where the first line at or after an offset starts."""
+    """Return where the first line at or after ``cut`` starts; ``size`` if none does."""
     offset = max(0, cut - 1)
     source = storage.open(address, offset, _SEARCH_BYTES, stop=size)
     try:
@@ -191,7 +191,7 @@ async def _next_line(storage: Storage, address: Address, cut: int, size: int) ->
 
 
 def nearest(starts: Sequence[int], size: int, count: int) -> Sequence[int]:
-    """Return ``count - 1`` of ``starts`` near even shares of ``size``, or fewer."""
+    """Return up to ``count - 1`` of ``starts`` that cut ``size`` about evenly."""
     last = len(starts) - count
     place, cuts = 0, []
     for number in range(1, min(count, len(starts))):
@@ -205,16 +205,16 @@ class ByteFeed(io.RawIOBase):
     """The bytes of a shard, piece by piece, forward only.
 
     ``Steps`` use ``take`` and ``skip``, or the ``view``. For a user's generator it is
-    the raw file under a buffer, and waits for pieces itself.
+    the raw file under a ``ShardFile``'s buffer, and waits for pieces itself.
 
     Attributes:
         url: Redacted address of the shard, for samples and errors.
         is_part: Whether the bytes end before the shard does, between two samples.
         want: Most samples to yield at once.
-        left: Bytes until a block of a user's generator is full.
-        wait: Returns the next piece; set where the generator may wait.
+        left: Bytes to read until a block of a user's generator is full.
+        wait: Returns the next piece; only set if the generator may wait.
         view: The current piece, valid until the next one.
-        used: How many bytes of it were used.
+        used: How many bytes of the view were used; more than it has after a skip.
         has_ended: Whether there are no more pieces.
     """
 
@@ -240,14 +240,14 @@ class ByteFeed(io.RawIOBase):
         return self._base + self.used
 
     def give(self, piece: Buffer) -> None:
-        """Replace the current piece, which is used up; an empty piece is the end."""
+        """Replace the current, used-up piece; an empty ``piece`` marks the end."""
         self._base += len(self.view)
         self.used -= len(self.view)
         self.view = memoryview(piece).cast("B")
         self.has_ended = not self.view
 
     def take(self, count: int) -> Generator[None, None, bytes]:
-        """Return a copy of the next bytes, by ``yield from``; fewer only at the end."""
+        """Return the next bytes, fewer only at the end. Use with ``yield from``."""
         parts: list[bytes] = []
         left = count
         while True:
@@ -260,7 +260,7 @@ class ByteFeed(io.RawIOBase):
             yield
 
     def skip(self, count: int) -> Generator[None, None, int]:
-        """Use the next bytes, by ``yield from``; return how many are missing."""
+        """Skip bytes; return how many are missing. Use with ``yield from``."""
         self.used += count
         while (missing := self.used - len(self.view)) > 0 and not self.has_ended:
             yield
@@ -281,7 +281,7 @@ class ByteFeed(io.RawIOBase):
         return offset
 
     def readinto(self, buffer: Buffer, /) -> int:
-        """Copy the next bytes into a buffer; waits for a piece if there are none."""
+        """Copy the next bytes into a buffer; wait for a piece if none are left."""
         target = memoryview(buffer).cast("B")
         while self.used >= len(self.view) and not self.has_ended:
             self.give(self.wait())
@@ -293,7 +293,7 @@ class ByteFeed(io.RawIOBase):
 
 
 class ShardFile(io.BufferedReader):
-    """The blocking binary file that a format's generator gets: a shard, forward only.
+    """A shard as a blocking, forward-only binary file, for a user's generator.
 
     It has ``read``, ``readinto``, ``readline``, ``peek``, ``seek`` and ``readexactly``.
     """
@@ -325,12 +325,12 @@ Steps: TypeAlias = Generator[tuple[list[Any], Any] | None, None, None]
 class ByteFormatSpec(NamedTuple):
     """How the bytes of a format's shards become samples."""
 
-    steps: Callable[[ByteFeed], Steps]  # makes the generator
+    steps: Callable[[ByteFeed], Steps]  # returns the generator of blocks
     is_quick: bool = False  # whether a small piece takes less time than a thread costs
     waits: bool = False  # whether the generator waits for pieces (a user's does)
     piece: int = 1 << 17  # bytes of a file read at once without a thread
-    # Makes the one sample in some bytes of a shard, given its URL and their offset;
-    # returns NotImplemented where only the steps can make it.
+    # Makes the only sample in some bytes of a shard, given the URL, their offset and
+    # the bytes; returns NotImplemented where only the steps can make it.
     quick: Callable[[str, int, memoryview], Any] | None = None
 
 
@@ -363,7 +363,7 @@ def _takes_file(make: Callable[..., Any]) -> bool:
 def _run_generator(
     generate: Callable[[ShardFile], Iterable[Any]], feed: ByteFeed
 ) -> Steps:
-    """Yield the samples of a user's generator over a blocking file, in blocks."""
+    """Run a user's generator on a blocking file; yield its samples in blocks."""
     file = ShardFile(feed, _BUFFER_BYTES)
     samples: Any = generate(file)
     if not isinstance(samples, Iterator):  # a list has no position to resume at
@@ -393,11 +393,11 @@ def _run_generator(
 
 
 def sample_of(spec: ByteFormatSpec, url: str, start: int, data: memoryview) -> Any:
-    """Return the one sample that exactly these bytes of a shard make.
+    """Return the only sample in ``data``, which starts at a shard's byte ``start``.
 
     Raises:
-        DatasetError: If they do not make one sample.
-        BaseException: What the user's generator raises, or the error of the sample.
+        DatasetError: If the bytes have no sample, or several.
+        BaseException: The error of the user's generator, or of the sample.
     """
     if spec.quick is not None:
         sample = spec.quick(url, start, data)
@@ -429,9 +429,9 @@ def sample_of(spec: ByteFormatSpec, url: str, start: int, data: memoryview) -> A
 def scanned(
     spec: ByteFormatSpec, url: str, read: Callable[[], Buffer]
 ) -> "array.array[int]":
-    """Read a whole shard, and return the offsets of its samples; runs in a thread.
+    """Read a whole shard; return the offsets of its samples. Runs in a thread.
 
-    A failed sample has an entry, too. ``read`` returns the next piece.
+    A failed sample has an offset, too. ``read`` returns the shard's next piece.
 
     Raises:
         DatasetError: If the shard is damaged, so that samples after it are lost.
@@ -454,12 +454,12 @@ def scanned(
 
 
 class ByteReader(BlockReader):
-    """Reads the samples of one shard of bytes, or of a part of it, in order.
+    """A reader of a shard of bytes, or of a part of one.
 
-    Blocks are made in threads; those of quick formats on the loop, as long as the bytes
-    of a file are in the page cache. A position is the start of a block, and how many of
-    its samples were passed on. Failed samples count, so that each is reported once. A
-    compressed shard is read from its beginning when it is resumed.
+    Blocks are made in threads. Quick formats make them on the loop from bytes that were
+    fetched or are in the page cache. A position is the start of a block, and how many
+    of its samples were passed on. Failed samples count, so that each is reported once.
+    Resuming reads a compressed shard from its beginning.
     """
 
     def __init__(
@@ -488,8 +488,8 @@ class ByteReader(BlockReader):
         self._steps = self.generator = spec.steps(self._feed)
         self._next_mark: Any = start  # before the next block
         self._limit = _MAX_CONTAINERS
-        self._needs_piece = False  # whether the generator has asked for one
-        self._must_fetch = not isinstance(source, FileBytes)  # whether none is here
+        self._needs_piece = False  # whether the generator has asked for a piece
+        self._must_fetch = not isinstance(source, FileBytes)  # whether no piece is here
         self._piece: Buffer | None = None
         self._fetching: concurrent.futures.Future[Buffer] | None = None
 
@@ -511,10 +511,10 @@ class ByteReader(BlockReader):
         return self._source.is_draining()
 
     async def make_here(self) -> PositionedBlocks | None:
-        """Make blocks on the loop, of bytes that were fetched or are in the page cache.
+        """Make blocks on the loop, from bytes already fetched or in the page cache.
 
-        Return None if a thread must make them: from the first time on that samples are
-        large, or bytes of a file are missing. Other tasks get a turn before.
+        Return None if a thread must make them. Once samples are large, or a file's
+        bytes are not cached, threads make all later blocks. Other tasks run first.
         """
         source = self._source
         read: Callable[[], Buffer | None] = self._take_piece
@@ -529,7 +529,7 @@ class ByteReader(BlockReader):
         return blocks if blocks or self.is_over else None
 
     async def make(self) -> PositionedBlocks:
-        """Make blocks in a thread; if quick, only fetch a piece for ``make_here``."""
+        """Make blocks in a thread, or fetch the piece that ``make_here`` needs."""
         source = self._source
         if self._spec.waits:
             if self.thread is None:
@@ -567,7 +567,7 @@ class ByteReader(BlockReader):
         self.own_thread()
 
     def _fetch(self, loop: asyncio.AbstractEventLoop) -> Buffer:
-        """Wait in a thread for a read on the loop."""
+        """Read a piece on the loop; wait for it in the generator's thread."""
         read = self._source.read()
         self._fetching = asyncio.run_coroutine_threadsafe(read, loop)
         if self.is_over:
@@ -585,9 +585,9 @@ class ByteReader(BlockReader):
     def _blocks(
         self, size: int, read: Callable[[], Buffer | None], seconds: float = math.inf
     ) -> Iterator[tuple[Any, list[Any]]]:
-        """Yield blocks with the mark before each, until ``read`` returns None.
+        """Yield each block with the mark before it, until ``read`` returns None.
 
-        Stop after ``size`` bytes, a full block, or ``seconds`` of processor time.
+        Stop earlier after ``size`` bytes, a full block, or ``seconds`` of CPU time.
         """
         feed, count, limit = self._feed, 0, self._limit
         stop = time.thread_time() + seconds
@@ -619,7 +619,7 @@ class ByteReader(BlockReader):
                     return
 
     def _unpacked(self, read: Callable[[], Buffer | None]) -> Buffer | None:
-        """Return the next decompressed piece; None if ``read`` has none."""
+        """Return the next decompressed piece; None if ``read`` returns None."""
         assert self._unpacking is not None
         packed: Buffer | None = None
         try:
@@ -633,7 +633,7 @@ class ByteReader(BlockReader):
 
 
 class ByteFormat(ShardFormat):
-    """Shards of bytes at ``addresses``, which are patterns. ``cuts`` can cut them."""
+    """Shards of bytes at ``addresses``, which may be patterns; ``cuts`` cuts shards."""
 
     def __init__(
         self,
@@ -685,5 +685,5 @@ class ByteFormat(ShardFormat):
         return self._spec
 
     async def offsets(self, shard: Any) -> Offsets | None:
-        """Return the offsets in the index next to a shard; None if there is none."""
+        """Return the offsets in the index next to a shard; None without an index."""
         return await read_index(self.storage, shard)

@@ -1,9 +1,8 @@
-"""Sequences of shards, sequences that take turns, and streams mixed by weights.
+"""Cursors over sequences of shards, interleaved sequences, and mixed streams.
 
-Small shards of a sequence are opened ahead. The ready samples of several inputs are
-interleaved into one block, and pulls are slices of it, so a turn costs little. Inputs
-only count the samples passed on: a position consists of theirs, and resuming makes no
-interleaved block again.
+A sequence opens small shards ahead. The ready samples of several inputs are interleaved
+into one block, and a pull returns a slice of it, so a turn costs little. A position
+consists of the inputs' positions, so resuming need not make interleaved blocks again.
 """
 
 import asyncio
@@ -30,17 +29,17 @@ from aioloader.datasets._streams.shards import (
 )
 from aioloader.errors import ShardChangedError
 
-# Samples asked of a shard's reader at once, to share the cost of a call; and rows of
-# columns, which are in memory anyway.
+# Samples to request from a shard's reader at once, so that they share the cost of a
+# call; and rows of columns, more because they are in memory anyway.
 SAMPLES_PER_READ, ROWS_PER_READ = 512, 1 << 14
-# Shards that may be opened together.
+# Most shards that a format is asked to open together.
 _MAX_OPENED = 16
-# Most samples interleaved at once, to share the cost.
+# Most samples to interleave at once, so that they share the cost of a call.
 _MAX_INTERLEAVED = 1 << 15
-# Most samples mixed at once, and seconds that these may take to come.
+# Most samples to mix at once, and the seconds within which they count as quick.
 _MAX_MIXED, _QUICK_SECONDS = 2048, 2e-3
-# Seconds per sample below which each stream is asked for as many samples as all
-# together, because reading a few costs nearly as much.
+# Below this time per sample, each stream is asked for as many samples as a whole plan
+# has, because reading a few costs nearly as much.
 _LIGHT_SECONDS = 1e-3
 # Most rows of columns to interleave on the loop.
 _LOOP_ROWS = 256
@@ -49,11 +48,11 @@ _LOOP_ROWS = 256
 class ShardSequence(Cursor):
     """The samples of several shards, one shard after another.
 
-    The shards are those at ``indices`` of ``shards``, of which there may be millions. A
-    state is the number of a shard, a position in it, and how many samples after that
-    were passed on. A reader of rows, which may be deleted and inserted, names the last
-    row instead. With a ``summary``, it is the only sequence of a reader, and its state
-    has the form of ``Interleaved``.
+    ``indices`` selects them from ``shards``, of which there may be millions. A state
+    has the number of a shard, a position in it, and how many samples after that were
+    passed on. A position in an SQL table names the last row instead, because rows may
+    be inserted or deleted. A sequence with a ``summary`` is its reader's only one, and
+    its state has the form of an ``Interleaved``.
     """
 
     overshoots = True
@@ -73,7 +72,7 @@ class ShardSequence(Cursor):
         self._shards, self._indices = shards, indices
         self._budget = budget
         self._number: int = state.get("shard", 0)
-        # Where to open the shard, and how many samples to drop then.
+        # Where to open the shard, and how many samples to drop after that.
         self._position: ShardPosition = state.get("at", {})
         self._skip: int = state.get("taken", 0)
         self._min_limit = SAMPLES_PER_READ
@@ -87,7 +86,7 @@ class ShardSequence(Cursor):
             self._reader.begin()
 
     async def _make(self, limit: int) -> Block:
-        """Return a shard's next samples, with a ``FailedSample`` for each lost one."""
+        """Return a shard's next samples; a ``FailedSample`` for an unreadable rest."""
         while self._number < len(self._indices):
             reader = self._reader
             if reader is None:
@@ -121,7 +120,7 @@ class ShardSequence(Cursor):
         return {"shard": self._number, "at": position, "taken": self._skip}
 
     def state(self) -> State:
-        """Return the position; in the form of ``Interleaved`` if it has a summary."""
+        """Return the position; with a summary, in the form of an ``Interleaved``."""
         state = super().state()
         if self._summary is None:
             return state
@@ -143,7 +142,7 @@ class ShardSequence(Cursor):
         self._skip, self._position = 0, reader.position()
 
     async def _next_shard(self) -> None:
-        """Move to the next shard."""
+        """Move to the next shard, and close the reader of the current one."""
         self._closing = self._reader
         self._reader = self._ahead.popleft() if self._ahead else None
         self._number += 1
@@ -165,7 +164,7 @@ class ShardSequence(Cursor):
         return self._format.open(shard, position, self._budget)
 
     def _open_next(self) -> None:
-        """Open the next shards ahead if they are small: saves requests' latency."""
+        """Open the next shards in advance if they are small, to hide their latency."""
         ahead = self._ahead
         while (number := self._number + len(ahead) + 1) < len(self._indices):
             if not self._has_room():
@@ -180,8 +179,8 @@ class ShardSequence(Cursor):
     def _has_room(self) -> bool:
         """Tell whether one more shard may be read ahead.
 
-        A shard of unknown size is expected to be small if the current one is. Before it
-        is pulled, it may take as much of the budget as any.
+        A shard of unknown size is assumed to be small if the current one is. It counts
+        as ``budget // START_DIVISOR`` bytes, the most it may request before a pull.
         """
         left: float = self._budget // 2
         start = self._budget // START_DIVISOR
@@ -198,7 +197,7 @@ class ShardSequence(Cursor):
 async def interleaved(
     blocks: Sequence[Block], merge: Callable[[Sequence[Block]], Block] = interleave
 ) -> Block:
-    """Return blocks combined by ``merge``, which runs in a thread for many columns."""
+    """Return blocks combined by ``merge``; large blocks of columns, in a thread."""
     if len(blocks) == 1:
         return blocks[0]
     has_lists = any(isinstance(block, list) for block in blocks)
@@ -207,10 +206,10 @@ async def interleaved(
 
 
 class Interleaver(Cursor):
-    """Samples of several inputs, which it owns, interleaved.
+    """The base of cursors that interleave the samples of several inputs they own.
 
-    ``own`` is its part of the state: which input is next. ``key`` names the inputs'
-    part. The details of a block are its order: the input of each sample.
+    ``own``: its part of the state, which decides the next input. ``key``: the name of
+    the inputs' part. A block's details are its order: the input of each sample.
     """
 
     overshoots = True
@@ -220,18 +219,18 @@ class Interleaver(Cursor):
         self.inputs = inputs
         self.own = own
         self._key = key
-        self._forwarded = 0  # samples of the oldest block passed on to the inputs
+        self._forwarded = 0  # samples of the oldest block that the inputs have counted
 
     def passes(self) -> int | None:
         passes = [cursor.passes() for cursor in self.inputs]
         return min((number for number in passes if number is not None), default=None)
 
     async def _order(self, limit: int) -> IntegerArray:
-        """Fill inputs; return the input of each of about ``limit`` samples, or more."""
+        """Fill inputs; return each next sample's input number; empty at the end."""
         raise NotImplementedError
 
     def _merged(self, order: IntegerArray, blocks: Sequence[Block]) -> Block:
-        """Return the samples in ``order``; ``blocks`` are of its inputs, ascending."""
+        """Return the samples in ``order``; ``blocks`` has one per input, ascending."""
         raise NotImplementedError
 
     async def _make(self, limit: int) -> Block:
@@ -248,12 +247,12 @@ class Interleaver(Cursor):
         return block
 
     def _counts(self, order: IntegerArray) -> list[int]:
-        """Return the number of samples in ``order`` of each input."""
+        """Return how many samples of ``order`` each input has."""
         counts: list[int] = np.bincount(order, minlength=len(self.inputs)).tolist()
         return counts
 
     def pass_on(self, count: int) -> None:
-        """Note that samples were passed on; tell the inputs of whole blocks."""
+        """Count samples as passed on; the inputs count theirs after a whole block."""
         self._passed += count
         while self._open_blocks and self._passed >= self._open_blocks[0].length:
             self._forward(self._open_blocks[0].length)
@@ -261,7 +260,7 @@ class Interleaver(Cursor):
             self._passed -= self._open_blocks.popleft().length
 
     def _forward(self, stop: int) -> None:
-        """Pass samples of the oldest block on to the inputs, up to place ``stop``."""
+        """Have the inputs count the oldest block's samples before place ``stop``."""
         order = self._open_blocks[0].details[self._forwarded : stop]
         self._forwarded = stop
         for cursor, count in zip(self.inputs, self._counts(order), strict=True):
@@ -282,7 +281,7 @@ class Interleaver(Cursor):
 
 
 class Interleaved(Interleaver):
-    """Sequences of shards that take turns, sample by sample."""
+    """Sequences of shards, interleaved round-robin, one sample at a time."""
 
     inputs: Sequence[ShardSequence]
     _has_begun = False
@@ -295,14 +294,14 @@ class Interleaved(Interleaver):
         super().__init__(sequences, "lanes", own)
 
     def _turns(self) -> list[int]:
-        """Return the numbers of the inputs that have not ended, the next one first."""
+        """Return the numbers of inputs that have not ended; the next one is first."""
         ended = set(self.own["ended"])
         active = [k for k in range(len(self.inputs)) if k not in ended]
         turn = self.own["turn"] % max(1, len(active))
         return active[turn:] + active[:turn]
 
     def _set_turns(self, active: Sequence[int]) -> None:
-        """Store which inputs have not ended, and the next one, which is the first."""
+        """Store that only the ``active`` inputs have not ended; the first is next."""
         ended = sorted({*range(len(self.inputs))} - {*active})
         turn = sorted(active).index(active[0]) if active else 0
         self.own = {**self.own, "turn": turn, "ended": ended}
@@ -314,7 +313,7 @@ class Interleaved(Interleaver):
     async def _order(self, limit: int) -> IntegerArray:
         """Wait until all inputs have samples or have ended; return whole rounds."""
         inputs, turns = self.inputs, self._turns()
-        if not self._has_begun:  # all at once, not each in its turn
+        if not self._has_begun:  # start all concurrently
             self._has_begun = True
             for k in turns:
                 inputs[k].begin()
@@ -327,13 +326,13 @@ class Interleaved(Interleaver):
         return np.tile(np.array(active, np.intp), rounds)
 
     def _merged(self, order: IntegerArray, blocks: Sequence[Block]) -> Block:
-        """Return the samples in turn; blocks are in ascending order of the inputs."""
-        first = int(np.argmin(order[: len(blocks)]))  # where the lowest input is
+        """Return the samples round-robin; ``blocks`` are in ascending input order."""
+        first = int(np.argmin(order[: len(blocks)]))  # the lowest input's turn
         return interleave([*blocks[-first:], *blocks[:-first]] if first else blocks)
 
 
 class AsTheyCome(Interleaved):
-    """Takes whichever input has samples first: faster over uneven connections."""
+    """Sequences of shards, in order of arrival: faster over uneven connections."""
 
     def __init__(
         self, sequences: Sequence[ShardSequence], state: State, summary: State
@@ -342,14 +341,14 @@ class AsTheyCome(Interleaved):
         self._fills: dict[int, asyncio.Task[bool]] = {}
 
     async def _order(self, limit: int) -> IntegerArray:
-        """Wait until an input has samples; return that input alone."""
+        """Wait until an input has samples; return an order of only that input."""
         while turns := self._turns():
             for k in turns:
                 if not self.inputs[k].ready and k not in self._fills:
                     self._fills[k] = asyncio.create_task(self.inputs[k].fill(limit))
             for place, k in enumerate(turns):
                 if ready := self.inputs[k].ready:
-                    # Next time, this input is the last to be asked.
+                    # Next time, this input is checked last.
                     turn = (self.own["turn"] + place + 1) % len(turns)
                     self.own = {**self.own, "turn": turn}
                     return np.full(min(limit, ready), k)
@@ -373,7 +372,7 @@ class AsTheyCome(Interleaved):
 class Mixed(Interleaver):
     """Samples of several streams, in the order of a ``schedule``.
 
-    The state has the number of samples of each stream, and which streams have ended.
+    The state has each stream's number of samples, and which streams have ended.
     """
 
     def __init__(
@@ -392,7 +391,7 @@ class Mixed(Interleaver):
         self._may_grow = ahead is not Ahead.NEVER
         self._ask, self._is_light = 0, False
         self._finished: set[int] = set()  # streams that cannot be filled any further
-        # The streams of the next samples. Where the plan starts, and which had ended.
+        # The next samples' streams; the plan's first position, and streams ended then.
         self._planned: IntegerArray = np.empty(0, np.intp)
         self._plan_start: tuple[int, list[int]] = 0, []
 
@@ -401,14 +400,14 @@ class Mixed(Interleaver):
         return {**before, "counts": [*map(sum, added)]}
 
     def _merged(self, order: IntegerArray, blocks: Sequence[Block]) -> Block:
-        # A stable sort by stream gives the samples of the joined blocks.
+        # The joined blocks have the samples as a stable sort by stream orders them.
         places = np.empty(len(order), np.int64)
         places[np.argsort(order, kind="stable")] = np.arange(len(order))
         indices: Any = places.tolist()
         return pick(join(blocks), indices)
 
     async def _order(self, limit: int) -> IntegerArray:
-        """Return the streams of the next samples, as many as come quickly."""
+        """Return the stream of each next sample, for as many as come quickly."""
         most, began = max(limit, self._ask), time.perf_counter()
         count = len(self.inputs)
         while len(self.own["ended"]) < count:
@@ -426,9 +425,9 @@ class Mixed(Interleaver):
         return np.empty(0, np.intp)
 
     async def _fill(self, plan: IntegerArray, until: float) -> int:
-        """Fill the streams for a plan; return how many of its samples are ready.
+        """Fill the streams for a plan; return how many of its first samples are ready.
 
-        After the time ``until`` each stream is filled at most once.
+        After ``until``, each stream is filled at most once if it may be read ahead.
         """
         counts, length = self._counts(plan), len(plan)
         least = length if self._is_light else 0
@@ -444,7 +443,7 @@ class Mixed(Interleaver):
         return length
 
     def _plan(self) -> IntegerArray:
-        """Return the stream of each of the next samples, at least one."""
+        """Return the stream numbers of the next samples, at least one."""
         start, ended = sum(self.own["counts"]), self.own["ended"]
         first, known = self._plan_start
         if ended != known or not first <= start < first + len(self._planned):

@@ -58,7 +58,7 @@ class Iterated(Dataset[Sample_co], OwnStream):
         self.reread: list[str] = [name for up in sources for name in up.reread]
 
     def __aiter__(self) -> "StreamIterator[Sample_co]":
-        """Return an iteration over this rank's part.
+        """Return an iterator over this rank's part of an epoch.
 
         Raises:
             StateMismatchError: If a loaded state lacks a reader of this rank.
@@ -89,7 +89,7 @@ class Iterated(Dataset[Sample_co], OwnStream):
         return iterator
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the order of ``epoch``, until another epoch is chosen."""
+        """Iterate in the order of ``epoch`` until another epoch is chosen."""
         self._epoch = operator.index(epoch)
         self._is_chosen = True
 
@@ -109,13 +109,13 @@ class Iterated(Dataset[Sample_co], OwnStream):
         return clone
 
     def shard(self, rank: int, world_size: int, *, has_peers: bool = False) -> Self:
-        """Read the part of one rank.
+        """Return a copy of the stream that reads the part of one rank.
 
         Args:
-            rank: Its number.
+            rank: The number of the rank.
             world_size: The number of ranks.
             has_peers: Whether other processes read the same part, as tensor-parallel
-                ones do: they agree on the shards even if there is only one rank.
+                ones do. They agree on the shards even if there is only one rank.
 
         Raises:
             ValueError: If ``rank`` is not in ``range(world_size)``.
@@ -129,25 +129,25 @@ class Iterated(Dataset[Sample_co], OwnStream):
         """Let the ranks agree through a store of ``torch.distributed``.
 
         The first rank to arrive stores what it found (names, or the keys where a table
-        is cut). The others adopt it or raise an error, so a list that changes loses and
-        duplicates nothing. No rank waits for another. With the loader's ``tail`` they
-        also agree on the end of an epoch of unknown length. Processes that read the
-        same part, as tensor-parallel ones do, agree like ranks.
+        is cut). The others adopt it or raise an error, so no samples are lost or
+        duplicated if the list changes. No rank waits for another. With the loader's
+        ``tail`` they also agree on the end of an epoch of unknown length. Processes
+        that read the same part, as tensor-parallel ones do, agree like ranks.
 
         Args:
             store: Shared by all ranks, and used by this run alone: a ``TCPStore`` or a
-                ``FileStore``, say. Default: that of the process group, if there is one.
+                ``FileStore``, say. Default: the process group's store, if there is one.
             timeout: Seconds that one operation of the store may take (default: 60), and
                 that a rank waits for another at the end (default: 1,800).
         """
         return self._clone(rank_store=RankStore(store, timeout))
 
     def readers(self, count: int) -> Self:
-        """Fix the number of readers, so that the order suits any number of ranks.
+        """Fix the number of readers, so that the order fits any number of ranks.
 
-        Readers take turns, sample by sample, and ranks share them: the batches number
-        ``k`` of all ranks have the same samples for any number of ranks, if their sizes
-        add up to the same. A reader that ends before the others leaves its turns empty.
+        Readers take turns, sample by sample, and ranks share them. The ``k``-th batches
+        of all ranks together have the same samples for any number of ranks, if their
+        total size is the same. A reader that ends early leaves its turns empty.
         By default each rank (each worker, with ``fetch="workers"``) is one reader, so
         the order depends on their number.
 
@@ -163,15 +163,15 @@ class Iterated(Dataset[Sample_co], OwnStream):
         return self._clone(num_readers=check_at_least(count, 1, "count"))
 
     async def open(self, reading: Reading, state: State) -> Cursor:
-        """Return a cursor at a cursor's ``state``, or at the beginning if empty."""
+        """Return a cursor at ``state``, or at the beginning if the state is empty."""
         raise NotImplementedError
 
     def describe(self) -> State:
-        """Return what a state depends on, JSON-serialisable.
+        """Return a JSON-serialisable description, which a loaded state must match.
 
         It has all that determines the samples and their order: ``"kind"``, parameters,
-        and ``"of"``, the previous step's description. Not included: names of shards,
-        which the state itself has; where the data lies, credentials, caches and
+        and ``"of"``, the previous step's description. It leaves out the names of
+        shards, which the state itself has, the data's location, credentials, caches and
         read-ahead. If names of the user's functions, under ``"function"``, differ,
         there is only a warning.
         """
@@ -182,7 +182,7 @@ class Iterated(Dataset[Sample_co], OwnStream):
         return min((source.ahead() for source in self.sources), default=Ahead.FREE)
 
     def total(self) -> int | None:
-        """Return how many samples an epoch of all ranks has, if it is known."""
+        """Return how many samples all ranks have in an epoch; None if unknown."""
         return None
 
     def is_mixed(self) -> bool:
@@ -190,14 +190,14 @@ class Iterated(Dataset[Sample_co], OwnStream):
         return len(self.sources) > 1 or any(up.is_mixed() for up in self.sources)
 
     def places(self) -> list[str]:
-        """Return labels that distinguish sources of equal descriptions."""
+        """Return labels of the sources, to distinguish equal descriptions."""
         return [place for source in self.sources for place in source.places()]
 
     def evened(self, tail: Tail, *, is_skipped: bool = False) -> Self:  # noqa: ARG002
-        """Return the stream with equal parts for all ranks.
+        """Return a copy of the stream with equal parts for all ranks.
 
-        Its sources are evened if it passes on as many samples as they have. Their
-        failed samples count, because this stream may fail after them.
+        Its sources are evened, too, if its length is known. Their failed samples count
+        as samples, because this stream may fail after them.
         """
         is_known = self.total() is not None
         inner: Tail = tail if is_known else "uneven"
@@ -229,7 +229,7 @@ class Iterated(Dataset[Sample_co], OwnStream):
         return EpochEndRounds(store, rank, ranks, subject, start, repr(self))
 
     def carried(self, state: State, passed: int, share: ReaderShare) -> State | None:  # noqa: ARG002
-        """Return a cursor's first state in the next epoch; None: the beginning.
+        """Return a cursor's first state in the next epoch; None for the beginning.
 
         In this epoch, ``passed`` samples were passed on after ``state``.
         """
@@ -257,20 +257,20 @@ class Iterated(Dataset[Sample_co], OwnStream):
         )
 
     def load_state_dict(self, state: State, *, strict: bool = True) -> None:
-        """Start the next iteration where ``state_dict`` of an iterator was taken.
+        """Start the next iteration where an iterator's ``state_dict`` was saved.
 
-        The state may come from another number of ranks, if ``merge_states`` made it
-        from the states of all. It then sets the number of readers. The data may have
-        moved, but the chain of steps must be the same.
+        The state may come from another number of ranks if ``merge_states`` made it from
+        the states of all. It also sets the number of readers. The data may have moved,
+        but the chain of steps must be the same.
 
         Args:
             state: The state.
-            strict: Whether shards must have the same times or ETags as when it was
-                saved; if not, only their lengths are compared.
+            strict: Whether shards must have the same times or ETags as when the state
+                was saved; if not, only their lengths are compared.
 
         Raises:
-            StateMismatchError: If it is of another version or stream (the error names
-                the differences), or if it was modified.
+            StateMismatchError: If the state is of another version or stream (the error
+                names the differences), or was modified.
         """
         self.load_position(opened(state), strict=strict)
 
@@ -286,13 +286,13 @@ class Iterated(Dataset[Sample_co], OwnStream):
         return clone
 
 
-# Frameworks add samplers to all but IterableDatasets. Torch's class is registered, not
-# inherited, because it has an `__iter__`, and a stream has none.
+# Frameworks add samplers to all but IterableDatasets. Streams are registered as such
+# instead of derived, because torch's class has an `__iter__`, and a stream has none.
 IterableDataset.register(Iterated)
 
 
 class StreamIterator(BlockIterator, Generic[Sample_co]):
-    """One iteration; a loader pulls blocks, ``async for`` single samples.
+    """One iteration of a stream: a loader pulls blocks, ``async for`` single samples.
 
     It reads the readers of an ``assignment``; ``agreement`` compares ranks' shards.
     """
@@ -396,15 +396,15 @@ class StreamIterator(BlockIterator, Generic[Sample_co]):
         return list(zip(blocks, states, strict=True))
 
     async def pull(self, limit: int | None, more: int = 0) -> Block:
-        """Return the samples at the next ``limit`` positions; None: the next sample.
+        """Return the samples at the next ``limit`` positions; the next one if None.
 
-        Up to ``more`` samples are read with them, if they come quickly. If the iterator
-        ``fills``, there are 1 to ``limit`` samples, and an empty block at the end;
-        otherwise there may be fewer. A ``FailedSample`` in a list is a failure, and the
+        Up to ``more`` samples are read in advance if they come quickly. If the iterator
+        ``fills``, a block has 1 to ``limit`` samples, and is empty at the end;
+        otherwise some are empty. A ``FailedSample`` in a list is a failure; the
         stream continues after it. Once cancelled, the iterator can only be closed.
 
         Raises:
-            StopAsyncIteration: At the end, if it does not fill; or of single samples.
+            StopAsyncIteration: At the end, if it does not fill or ``limit`` is None.
         """
         block: Block | None = None
         if not self._is_closed:
@@ -456,13 +456,13 @@ class StreamIterator(BlockIterator, Generic[Sample_co]):
     def state_dict(self) -> State:
         """Return the position after the last sample returned, ready for JSON.
 
-        It has the progress of all ranks in step, and the positions of this rank's
-        readers; ``merge_states`` combines the states of all ranks.
+        It has the progress of all ranks, if they are in step, and the positions of this
+        rank's readers. ``merge_states`` combines the states of all ranks.
         """
         return sealed(self.position())
 
     def position(self) -> State:
-        """Return the state without its checksum, which takes longer to compute."""
+        """Return ``state_dict`` without its checksum, which takes longer to compute."""
         if self._reading is not None or self._is_closed:
             return self._state
         if self._mark is None:
@@ -481,7 +481,7 @@ class StreamIterator(BlockIterator, Generic[Sample_co]):
         return state_of(**self._known, position=position, streams=streams, **end)
 
     async def aclose(self) -> None:
-        """Stop pending work and wait for it to end; if cancelled, it continues."""
+        """Stop pending work and wait for its end; if cancelled, closing continues."""
         if self._closing is None:
             self._closing = _start(self._close())
         await asyncio.wait([self._closing])
@@ -495,7 +495,7 @@ class StreamIterator(BlockIterator, Generic[Sample_co]):
         await self._release()
 
     def _settle(self) -> None:
-        """Keep the last position, and refuse further reads."""
+        """Keep the current position, and refuse further reads."""
         self._state = self.position()
         self._is_closed = True
 
@@ -510,7 +510,7 @@ class StreamIterator(BlockIterator, Generic[Sample_co]):
         self._cursors = []
 
     def lifespan(self) -> Self:
-        """Return itself: leaving it closes it."""
+        """Return the iterator, a context manager that closes it."""
         return self
 
     async def __aenter__(self) -> Self:
@@ -521,7 +521,7 @@ class StreamIterator(BlockIterator, Generic[Sample_co]):
 
 
 def _start(job: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-    """Start a task; eagerly, up to its first wait, on Python 3.12 and later."""
+    """Start a task; Python 3.12 and later run it at once up to its first wait."""
     if sys.version_info >= (3, 12):
         loop = asyncio.get_running_loop()
         return asyncio.Task(job, loop=loop, eager_start=True)

@@ -1,8 +1,8 @@
-"""The steps ``pack``, of documents to samples of one length, and ``unbatch``.
+"""The steps ``pack``, from documents to samples of one length, and ``unbatch``.
 
-A strategy of ``pack`` is a cursor that plans rows, which are pieces of documents, and
-has the position; ``Packed`` makes the arrays of many rows at once. Memory holds the
-documents of the open row and of one read, or those of two windows, and a block of rows.
+A strategy of ``pack`` is a cursor that plans rows of pieces of documents, and has the
+position; ``Packed`` makes the arrays of many rows at once. Memory holds a block of rows
+and, for ``concat``, the open row and one read; for ``best_fit``, two windows.
 """
 
 import inspect
@@ -30,9 +30,9 @@ Strategy: TypeAlias = Literal["concat", "best_fit"]
 Last: TypeAlias = Literal["drop", "pad"]
 # Most documents to read at once, and so to read again after a load.
 _MAX_DOCUMENTS = 64
-# Most tokens of documents to copy on the loop: takes a fraction of a millisecond.
+# Most tokens to copy on the loop, which takes a fraction of a millisecond.
 _LOOP_TOKENS = 1 << 17
-# Most tokens of a block, so that it stays in caches; most rows, if they are short.
+# Most tokens of a block, so that it stays in CPU caches; most rows, if they are short.
 _BLOCK_TOKENS, _BLOCK_ROWS = 1 << 15, 512
 # Samples whose items are all in memory.
 _PLAIN = FailedSample, list, tuple
@@ -79,7 +79,7 @@ NOTHING = Document(np.empty(0, np.int64))
 
 
 def document_of(sample: Any) -> Document:
-    """Return the document in a sample: integers, or ``input_ids`` and ``loss_mask``."""
+    """Return a sample as a document: integers, or ``input_ids`` and ``loss_mask``."""
     mask = None
     if isinstance(sample, Mapping):
         if "input_ids" not in sample:
@@ -101,7 +101,7 @@ def document_of(sample: Any) -> Document:
 
 
 def _array(values: Any, kinds: str, name: str) -> Array:
-    """Return values as an array with one of the given ``kinds`` of dtype."""
+    """Return values as a 1-D array; raise an error unless its dtype is in ``kinds``."""
     try:
         array = np.asarray(values)
     except (ValueError, RuntimeError) as error:
@@ -123,7 +123,7 @@ def _array(values: Any, kinds: str, name: str) -> Array:
 
 
 class PlannedRow(NamedTuple):
-    """The pieces of one sample that is not made yet."""
+    """A sample that is not made yet: its pieces of documents, and its last label."""
 
     pieces: list[Document]  # of documents; padding fills the rest
     following: int = IGNORED  # the last token's label, if labels are shifted
@@ -132,7 +132,7 @@ class PlannedRow(NamedTuple):
 def make_samples(
     rows: Sequence[PlannedRow], length: int, pad: int, *, shift: bool
 ) -> list[dict[str, Array]]:
-    """Return the samples of rows; they are views of shared arrays."""
+    """Return one sample per row; their arrays are views of shared ones."""
     pieces, padded = list[Document](), list[tuple[int, int]]()
     for place, row in enumerate(rows):
         pieces += row.pieces
@@ -160,8 +160,8 @@ def make_samples(
 class DeliveredProgress(NamedTuple):
     """Progress to record after a row or a failed document is delivered."""
 
-    documents: int  # how many documents need not be read again
-    offset: int = 0  # the tokens of the next document that are in delivered rows
+    documents: int  # how many more documents need not be read again
+    offset: int = 0  # how many tokens of the next document are delivered
     failed: int | None = None  # the position of the failed document, if it failed
 
 
@@ -185,7 +185,7 @@ def pack_best_fit(
 
 
 def _cut(document: Document, length: int, overlong: Overlong) -> Iterable[PlannedRow]:
-    """Return the rows of one document, of one piece each."""
+    """Return a document as rows of one piece each, of up to ``length`` tokens."""
     size = len(document.tokens)
     if size <= length:
         return [PlannedRow([document])] if size else []
@@ -207,7 +207,7 @@ def best_fit(sizes: Sequence[int], length: int) -> list[list[int]]:
     bins: list[list[int]] = []
     rooms: list[int] = []  # the different rooms left in bins, ascending
     with_room: defaultdict[int, list[list[int]]] = defaultdict(list)
-    # The largest first, each where the least sufficient room is left.
+    # The largest first, each into the bin with the least sufficient room.
     order: list[int] = np.argsort(-np.asarray(sizes), kind="stable").tolist()
     for done, place in enumerate(order):
         if done % _PAUSE_DOCUMENTS == _PAUSE_DOCUMENTS - 1:
@@ -232,7 +232,7 @@ def best_fit(sizes: Sequence[int], length: int) -> list[list[int]]:
 
 
 class Packed(Step):
-    """Makes the samples of a strategy's rows; its state is the strategy's."""
+    """The step that makes samples of a strategy's rows; the strategy has its state."""
 
     kind = "pack"
     overshoots = True
@@ -255,7 +255,7 @@ class Packed(Step):
 
     async def _next_block(self, limit: int) -> Block:
         rows = self.upstream
-        # A whole block, however few are asked for: it costs little more than one row.
+        # A whole block, even if few rows are needed: it costs little more than one row.
         most = min(_BLOCK_ROWS, max(1, _BLOCK_TOKENS // self.length))
         if not (rows.ready or await rows.fill(max(min(limit, _BLOCK_ROWS), most))):
             return []
@@ -278,12 +278,12 @@ class Packed(Step):
 
 
 class Concatenated(Step):
-    """Rows of documents laid end to end.
+    """The strategy ``concat``: rows of documents joined end to end.
 
-    The state is the position of the document where the next row starts, with the
-    ``offset`` in it. Positions of later documents count from there: ``failed`` ones
-    were passed on, and are left out when they are read again; of these, ``lost`` ones
-    could not be read, and must be unreadable again.
+    The state is the position of the document in which the next row starts, and the
+    ``offset`` of the row's first token in it. ``failed``: documents, counted from that
+    one, whose errors were passed on; they are left out when they are read again.
+    ``lost``: the failed ones that could not be read, and must be unreadable again.
     """
 
     kind = "pack"
@@ -301,9 +301,9 @@ class Concatenated(Step):
         # The open row, its free tokens, and the documents used since its start.
         self._pieces: list[Document] = []
         self._room, self._used = self.length, 0
-        # Of each row and failure not passed on yet, and whether it could not be read.
+        # For each row or failure not passed on yet, with whether it was unreadable.
         self._progress: deque[tuple[DeliveredProgress, bool]] = deque()
-        self._read = self._tokens = 0  # documents, and their tokens
+        self._read = self._tokens = 0  # documents read, and their tokens
         # The failed documents of a loaded state, and how many documents it knows.
         self._failed, self._lost = self.own["failed"], self.own["lost"]
         offset = min(1, self.own["offset"])
@@ -336,7 +336,7 @@ class Concatenated(Step):
     def _cut(
         self, limit: int
     ) -> list[tuple[PlannedRow | FailedSample, DeliveredProgress]]:
-        """Return up to ``limit`` rows and failures, in the order of documents."""
+        """Return up to ``limit`` rows and failures in order, with their progress."""
         made: list[tuple[PlannedRow | FailedSample, DeliveredProgress]] = []
         while self._waiting and len(made) < limit:
             document = self._waiting[0]
@@ -371,20 +371,20 @@ class Concatenated(Step):
         self._offset = 0
 
     def _begin_row(self, offset: int) -> DeliveredProgress:
-        """Begin a row; the documents before it are not needed any more."""
+        """Begin a row at ``offset``; return the progress after the previous row."""
         progress = DeliveredProgress(self._used, offset)
         self._pieces, self._room, self._used = [], self.length, 0
         return progress
 
     def _count_to_read(self, limit: int) -> int:
-        """Return how many documents to read for so many rows, by their mean length."""
+        """Return how many documents to read for ``limit`` rows, by mean length."""
         if not self._tokens:
             return min(limit, _MAX_DOCUMENTS)
         tokens = (limit - 1) * self.length + self._room  # to fill the rows
         return min(1 + tokens * self._read // self._tokens, _MAX_DOCUMENTS)
 
     def _check(self, block: Block) -> None:
-        """Check that the same documents are unreadable as before a load."""
+        """Check that the same documents are unreadable as when the state was saved."""
         if self._read < self._num_known:
             check_replayed(block, self._read, self._num_known, self._lost)
 
@@ -399,7 +399,7 @@ class Concatenated(Step):
         return documents
 
     def _check_first(self, documents: list[Document | FailedSample]) -> None:
-        """Check that the first document after a load has the tokens used before."""
+        """Check that the first document after a load has at least ``offset`` tokens."""
         first, offset = documents[0], self.own["offset"]
         if self._read or not isinstance(first, Document):
             return
@@ -432,7 +432,7 @@ class Concatenated(Step):
 
 
 def _is_quick(block: Block) -> bool:
-    """Tell whether making documents of samples takes under a millisecond."""
+    """Tell whether converting samples to documents takes under a millisecond."""
     types = {np.ndarray, FailedSample}
     if not isinstance(block, list) or not types.issuperset(map(type, block)):
         return False
@@ -441,7 +441,7 @@ def _is_quick(block: Block) -> bool:
 
 
 class BestFit(Windowed):
-    """Rows of whole documents, packed by window; failed documents come first."""
+    """The strategy ``best_fit``: rows packed by window, failed documents first."""
 
     kind = "pack"
     length: int
@@ -483,11 +483,11 @@ def documents_of(
 
 
 class Unbatched(Step):
-    """Passes on the items of each sample, one by one.
+    """The step that passes on each sample's items as samples.
 
     The position is the oldest sample with items not passed on yet, and how many of its
-    items were passed on. A list, a tuple or a block of columns is split whole; anything
-    else is iterated in a thread, no further than needed.
+    items were passed on. A list, a tuple or a block of columns is split at once; any
+    other sample is iterated in a thread, no further than needed.
     """
 
     kind = "unbatch"
@@ -496,10 +496,10 @@ class Unbatched(Step):
     def __init__(self, *args: Any, **parameters: Any) -> None:
         super().__init__(*args, **parameters)
         self._samples: deque[Any] = deque()
-        self._is_quick = True  # whether the samples are in memory whole
+        self._is_quick = True  # whether all items of the samples are in memory
         self._items: Iterator[Any] | None = None  # of the first sample, once iterated
-        self._given = 0  # how many of its items were made
-        # The numbers of items of samples to be passed on; totals, for their mean.
+        self._given = 0  # how many items of the first sample were made
+        # The numbers of items of samples not passed on yet; totals, for their mean.
         self._lengths: deque[int] = deque()
         self._num_samples, self._num_items = 0, 0
 
@@ -522,7 +522,7 @@ class Unbatched(Step):
         return True
 
     async def _make_items(self, limit: int) -> Block:
-        """Return about ``limit`` items, and note which samples have ended."""
+        """Return about ``limit`` items; record the lengths of samples that ended."""
         if self._is_quick:
             block, lengths = self._cut(limit)
         else:
@@ -570,7 +570,7 @@ class Unbatched(Step):
         return items, has_ended
 
     def pass_on(self, count: int) -> None:
-        """Note that items were passed on; tell the upstream of whole samples."""
+        """Count items as passed on; pass used-up samples on in the upstream cursor."""
         self._passed, samples = self._passed + count, 0
         while self._lengths and self._passed >= self._lengths[0]:
             self._passed -= self._lengths.popleft()
@@ -582,9 +582,9 @@ class Unbatched(Step):
         return self._loaded or self._state_after(self._make_state(), (), self._passed)
 
     async def _replay(self, count: int, failed: list[int] | None) -> None:
-        """Drop items of the first sample, which may have fewer items now.
+        """Drop the first sample's items passed on before; it may have fewer now.
 
-        If it fails now, its error was not passed on, because an error ends a sample.
+        If it fails now, the error was not passed on before: an error ends a sample.
         """
         if not await self._refill(1):
             check_replayed([], 0, count, failed)
@@ -610,7 +610,7 @@ class Unbatched(Step):
 
 
 def _iterated(sample: Any) -> Iterator[Any]:
-    """Return an iterator over the items of a sample."""
+    """Return an iterator over a sample's items; raise a TypeError if it has none."""
     kind = type(sample)
     has_items = hasattr(kind, "__iter__") or hasattr(kind, "__getitem__")
     if not has_items or issubclass(kind, (str, bytes, bytearray, Mapping)):

@@ -1,9 +1,8 @@
-"""The readers of one rank: one alone, or several that take turns.
+"""The readers of one rank: a single one, or several that take turns.
 
 A reader that has ended leaves its turns empty, so the same samples are at the same
-positions for any number of ranks. A reader's state is its position after the samples
-that all ranks have delivered, or before samples that other ranks have read further:
-resuming drops the samples in between.
+positions for any number of ranks. A reader's state is at or before the first sample
+that not all ranks have delivered: resuming drops the delivered samples after it.
 """
 
 import asyncio
@@ -21,20 +20,20 @@ from aioloader.datasets._streams.interleave import (
     interleaved,
 )
 
-# Readers that take turns are asked for up to this many pulls' worth of samples.
+# Readers that take turns read the samples of up to this many pulls at once.
 _MAX_PULLS = 4
-# Samples are read in advance if they come within these seconds.
+# Samples are read in advance if a read takes less than this.
 _QUICK_SECONDS = 1e-3
 # Most samples to read in advance: more leave the processor's cache.
 _MAX_SAMPLES = 2048
 
 
 class OneReader:
-    """The only reader of a rank, all of whose samples it takes.
+    """A rank's only reader; the rank takes all of its samples.
 
-    ``position`` counts the samples taken, without failed ones if it ``leaves_out``.
-    Single samples are taken from reads of up to ``ahead``. ``known`` is the reader's
-    state; the samples after it and before number ``wanted`` were delivered already.
+    ``position``: counts the samples taken, without failed ones if it ``leaves_out``.
+    ``ahead``: the most samples to read for single ones. ``known``: the reader's state;
+    the samples after it and before number ``wanted`` were already delivered.
     """
 
     def __init__(
@@ -49,16 +48,16 @@ class OneReader:
     ) -> None:
         self.position = position
         self._cursor = cursor
-        self._known: State | None = known  # until a sample, or the end, was read
+        self._known: State | None = known  # None once a sample or the end was read
         self._taken: int = known["taken"]
-        self._passed = self._taken  # of the samples taken, those passed on
+        self._passed = self._taken  # samples passed on, of those taken
         self._to_drop = wanted - self._taken
         self._max_ahead, self._leaves_out = ahead, leaves_out
         self._ask = 1
         self._has_ended = False
 
     def take_one(self) -> Block | None:
-        """Return a block of the next sample if it is ready."""
+        """Return the next sample, as a block; None if it is not ready."""
         if not self._cursor.ready:
             return None
         block = self._cursor.take(1)
@@ -71,14 +70,14 @@ class OneReader:
         return self._cursor.ready >= count and not self._to_drop
 
     def take(self, size: int, most: int) -> list[Block]:
-        """Return up to ``most`` ready blocks of ``size``, before a failed sample."""
+        """Return up to ``most`` ready blocks of ``size``; stop at a failed sample."""
         blocks = self._cursor.take_blocks(size, most)
         self._taken += size * len(blocks)
         self.position += size * len(blocks)
         return blocks
 
     async def one(self) -> Block | None:
-        """Return a block of the next sample; None at the end. May read in advance."""
+        """Return the next sample, as a block; None at the end. May read in advance."""
         if self._max_ahead == 1:
             return await self.pull(1)
         if not self._cursor.ready:
@@ -114,7 +113,7 @@ class OneReader:
         return block if len(block) else None
 
     async def _settle(self) -> None:
-        """Pass taken samples on, and drop those delivered before a load."""
+        """Pass taken samples on; drop those delivered before the state was saved."""
         self._pass()
         while self._to_drop:
             block = await self._cursor.pull(self._to_drop)
@@ -161,8 +160,8 @@ class Reader:
         self.cursor = cursor
         self.has_ended = cursor is None
         self._known = known
-        self._read: int = known["taken"]  # samples of all ranks
-        self._passed = self._read  # of them, those before the cursor's state
+        self._read: int = known["taken"]  # samples, also those of other ranks
+        self._passed = self._read  # samples before the cursor's state
         self._wanted = wanted
         self._stride = stride
         self.ready: Block = []  # samples for ``take``
@@ -172,7 +171,7 @@ class Reader:
         return part
 
     async def fill(self, count: int) -> None:
-        """Read about ``count`` samples if none is ready; at least one, or the end."""
+        """If no sample is ready, read about ``count``; at least one, or to the end."""
         cursor, stride = self.cursor, self._stride
         while not (len(self.ready) or self.has_ended):
             assert cursor is not None
@@ -188,7 +187,7 @@ class Reader:
             self._wanted += len(self.ready) * stride
 
     def _pass(self, delivered: int) -> int:
-        """Pass on the samples that all ranks have; return how many were passed on."""
+        """Pass on the samples that all ranks delivered; return how many, in all."""
         passed: int = max(self._passed, min(delivered, self._read))
         if self.cursor is not None and passed > self._passed:
             self.cursor.pass_on(passed - self._passed)
@@ -196,7 +195,7 @@ class Reader:
         return passed
 
     def state(self, delivered: int) -> State:
-        """Return a state at or before the first sample not ``delivered`` by all."""
+        """Return a state at or before the first sample that not all ranks delivered."""
         is_fresh = self._read == self._known["taken"] and not self.has_ended
         if self.cursor is None or is_fresh:
             return self._known
@@ -206,7 +205,7 @@ class Reader:
 
 
 class ReadersInTurn:
-    """A rank's readers, which take turns, sample by sample.
+    """A rank's readers, which take turns, one sample at a time.
 
     ``position`` counts the positions of this rank taken so far, with empty turns. The
     position of all ranks is ``position * ranks + shift``.
@@ -225,13 +224,13 @@ class ReadersInTurn:
         self._readers = readers
         self._ask = 0
         self._fills: list[asyncio.Task[None]] = []
-        # The interleaved block, its positions, and how many of these were taken.
+        # The interleaved block, its number of positions, and how many were taken.
         self._interleaved: Block = []
         self._length = self._passed = 0
         self._before: list[int] = [0]  # samples before each place of a round
 
     def _take(self, limit: int) -> Block | None:
-        """Return the interleaved samples at the next positions; None if none is."""
+        """Return interleaved samples at the next positions; None if none is left."""
         start = self._passed
         if start >= self._length:
             return None
@@ -286,7 +285,7 @@ class ReadersInTurn:
     async def _fill(self, order: Sequence[Reader], limit: int) -> None:
         """Read concurrently, until each reader has samples or has ended."""
         is_list = isinstance(self._interleaved, list)
-        # More than needed: one sample costs as much as many.
+        # More than needed: reading one sample costs as much as reading many.
         most = min(_MAX_PULLS * limit, SAMPLES_PER_READ) if is_list else ROWS_PER_READ
         ask = min(2 * self._ask, most // len(order))
         self._ask = max(ask, -(-limit // len(order)))
@@ -302,7 +301,7 @@ class ReadersInTurn:
                 raise error
 
     def states(self) -> list[State]:
-        # Samples of each reader that all ranks have delivered; the first have one more.
+        # Each reader's samples that all ranks delivered; the first may have one more.
         position = self.position * self._assignment.ranks + self._shift
         delivered, extra = divmod(position, self._assignment.readers)
         each = zip(self._assignment.assigned(), self._readers, strict=True)

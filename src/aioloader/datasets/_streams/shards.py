@@ -38,7 +38,7 @@ PositionedBlocks: TypeAlias = list[tuple[Any, Block]]
 
 
 class ShardReader(abc.ABC):
-    """One open shard, read forward. Only ``pull`` and ``position`` have no default."""
+    """A forward reader of a shard. Only ``pull`` and ``position`` have no default."""
 
     @abc.abstractmethod
     async def pull(self, limit: int) -> Block:
@@ -52,17 +52,17 @@ class ShardReader(abc.ABC):
         """Start reading ahead before the first pull. Calling it is optional."""
 
     def positions(self) -> Callable[[int], ShardPosition] | None:
-        """Return a function from a number of samples of the last block to a position.
+        """Return a function of ``n``: the position after a block's ``n``-th sample.
 
-        None if samples are counted from the position before their block. That is right
-        where a shard is the same whenever it is read.
+        The block is the last one returned. None: a state counts samples from the
+        position before a block, which is right if a shard's samples never change.
         """
         return None
 
     def version(self) -> tuple[str, Version] | None:
         """Return the redacted address and the version; None if not known (yet).
 
-        A state then has the version, too. ``open`` gets it in the position, to check
+        A state includes a known version. ``open`` gets it in the position, to check
         that the shard is the same.
         """
         return None
@@ -70,15 +70,15 @@ class ShardReader(abc.ABC):
     def bytes_ahead(self) -> float | None:
         """Return how many bytes were requested and not yet pulled.
 
-        Small shards are opened together as long as these fit. None until the size of
-        the shard is known: its reader may request up to an eighth of the budget
-        (``START_DIVISOR``) before it is pulled. Infinite if the size is never known:
-        then no shard is opened after this one until it is the current one.
+        Small shards are opened in advance while these bytes fit in half of the budget.
+        None until the shard's size is known: its reader may request up to an eighth of
+        the budget (``START_DIVISOR``) before it is pulled. Infinite if the size is
+        never known: then no other shard is opened until this one is the current one.
         """
         return math.inf
 
     def is_draining(self) -> bool:
-        """Return whether all bytes were requested: then another shard may be opened."""
+        """Tell whether all bytes were requested; then another shard may be opened."""
         return False
 
     async def aclose(self) -> None:  # noqa: B027  (a default)
@@ -103,9 +103,9 @@ class ShardFormat(abc.ABC, Generic[Shard]):
         """Return the shards in their canonical order.
 
         Args:
-            stack: Closes, after the iteration, what all its shards need.
-            known: The ``summary`` in the state; None without a state. A format that
-                cuts its shards itself cuts them at the same places again.
+            stack: Closes, after the iteration, the resources that the shards share.
+            known: The ``summary`` in the state, or the first rank's; else None. A
+                format that cuts its shards itself cuts them at the same places again.
         """
 
     @abc.abstractmethod
@@ -123,14 +123,14 @@ class ShardFormat(abc.ABC, Generic[Shard]):
         Args:
             shard: One of ``shards``.
             position: What a reader's ``position`` returned.
-            budget: Bytes that it may read ahead of the pulls.
+            budget: Bytes that the reader may read ahead of the pulls.
         """
 
     def describe(self) -> dict[str, Any]:
-        """Return what determines the samples of a shard, JSON-serialisable.
+        """Return the settings that decide a shard's samples, as JSON-serialisable data.
 
         Columns or an encoding, for example: a state with another description is
-        refused. Leave out where the shards lie, and secrets.
+        refused. Leave out the shards' location, and secrets.
         """
         return {}
 
@@ -139,14 +139,14 @@ class ShardFormat(abc.ABC, Generic[Shard]):
         return len(shards)
 
     async def cut(self, shards: Sequence[Shard], count: int) -> Sequence[Shard]:  # noqa: ARG002
-        """Return ``count`` shards that have the same samples in the same order.
+        """Cut shards into ``count`` parts with the same samples in the same order.
 
-        Called where there are fewer shards than readers. If no shard can be cut, they
-        are returned as they are. All ranks must get the same cuts; whatever decides on
-        them belongs in ``summary``.
+        Called if there are fewer shards than readers. If no shard can be cut, they are
+        returned as they are. All ranks must get the same cuts; ``summary`` must include
+        what decides them.
 
         Raises:
-            ValueError: If only some can be cut; it says what to do.
+            ValueError: If only some can be cut; the message says what to do.
         """
         return shards
 
@@ -156,23 +156,23 @@ class ShardFormat(abc.ABC, Generic[Shard]):
         *,
         must: bool,  # noqa: ARG002
     ) -> Sequence[int] | None:
-        """Return the lengths of the shards, in any one unit; None if some are unknown.
+        """Return the lengths of the shards, all in one unit; None if any is unknown.
 
-        They make readers' shares equal. With ``must``, ask the store for unknown ones.
+        They make readers' shares equal. With ``must``, ask the store for missing ones.
         """
         return None
 
     def open_together(self, shards: Sequence[Shard], budget: int) -> list[ShardReader]:  # noqa: ARG002
-        """Return open readers of the first of ``shards``; of none by default.
+        """Return started readers of the first few of ``shards``; by default, of none.
 
-        For small shards that can be read with one request. In all, the readers may read
+        For small shards that can be read together. In all, the readers may read
         ``budget`` bytes ahead of the pulls.
         """
         return []
 
 
 def summary_of(addresses: Iterable[Address]) -> Summary:
-    """Return the count of shards, and a digest of their names in ``names_of``."""
+    """Return a summary: the count of shards, and a digest of their ``names_of``."""
     names = names_of(addresses)
     digest = blake2b(digest_size=8)
     # In parts, so that other threads get a turn.
@@ -183,7 +183,7 @@ def summary_of(addresses: Iterable[Address]) -> Summary:
 
 
 def names_of(addresses: Iterable[Address]) -> list[str]:
-    """Return the names of shards, relative to their last common directory.
+    """Return the names of shards, relative to their deepest common directory.
 
     They include no queries, which hold signatures, and no accounts.
     """
@@ -198,18 +198,18 @@ def names_of(addresses: Iterable[Address]) -> list[str]:
 
 
 class BlockReader(ShardReader):
-    """One shard, read a step at a time.
+    """The base of readers that make the blocks of a shard in steps.
 
-    A subclass makes the steps and the positions: of ``mark`` and ``taken + skip``, or
-    only of ``passed + skip``.
+    A subclass implements the steps, and positions made of ``mark`` and ``taken + skip``
+    or of ``passed + skip`` alone.
     """
 
-    is_ahead = False  # whether the next step runs while the blocks of one are passed on
+    is_ahead = False  # whether the next step runs while blocks are passed on
     location: str
     mark: Any  # from which the current block can be made again
     skip: int  # samples still to be dropped
     taken: int  # samples of the current block that were passed on or dropped
-    passed: int  # the same, of all blocks
+    passed: int  # the same, for all blocks so far
     is_over: bool  # whether no other step follows; a running one should end
 
     def __init__(self, location: str, mark: Any, skip: int = 0) -> None:
@@ -229,17 +229,17 @@ class BlockReader(ShardReader):
         """Make the next blocks, usually by ``gather`` in a thread; runs in a task."""
 
     async def make_here(self) -> PositionedBlocks | None:
-        """Make the next blocks in a short turn of the loop; None if it cannot."""
+        """Make the next blocks on the loop if that is quick; else return None."""
         return None
 
     async def interrupt(self) -> None:
-        """End the wait of a step in the reader's thread."""
+        """End the wait of a step that blocks the reader's thread."""
 
     async def release(self) -> None:
         """Release open resources; no step runs any more."""
 
     def gather(self, blocks: Iterable[tuple[Any, Block]]) -> PositionedBlocks:
-        """Collect the blocks of a step, and join lists; in any thread.
+        """Collect the blocks of a step, joining adjacent lists. Runs in any thread.
 
         An error ends the shard, and is raised after the samples before it.
         """
@@ -256,7 +256,7 @@ class BlockReader(ShardReader):
         return made
 
     def own_thread(self) -> ThreadPoolExecutor:
-        """Return the reader's thread, which may block, unlike those of the loop."""
+        """Return the reader's thread, which may block, unlike the loop's threads."""
         self.thread = self.thread or ThreadPoolExecutor(1, "aioloader")
         return self.thread
 

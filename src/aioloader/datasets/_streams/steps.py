@@ -1,4 +1,4 @@
-"""The steps of a stream: each is a cursor over the previous step's."""
+"""The steps of a stream: each is a cursor over the previous step's cursor."""
 
 import asyncio
 import os
@@ -34,17 +34,17 @@ from aioloader.errors import DatasetError
 _MIN_SAMPLES = 4
 # Most samples of a window to pull at once, or to free: more would block other tasks.
 _MAX_PULL = 1 << 13
-# Empty passes in a row after which an endless stream is an error. One is none: if
-# shards are shuffled, a reader's share of a pass may be empty, and of the next one not.
+# Empty passes in a row after which an endless stream is an error. A single one is not:
+# with shuffled shards, a reader's share may be empty in one pass, but not in the next.
 _EMPTY_PASSES = 8
 
 
 class Step(Cursor):
-    """A cursor over ``upstream``; its parameters are attributes or ``own`` state."""
+    """The base of steps: a cursor over ``upstream``; parameters become attributes."""
 
     kind: ClassVar[str]
     is_one_to_one = False  # whether it passes on as many samples as it gets
-    keeps_places = False  # whether its nth sample is made of the nth one it gets
+    keeps_places = False  # whether its nth sample is made from the nth it gets
     starts: ClassVar[State] = {}  # its entries of the state at the beginning
 
     def __init__(
@@ -58,7 +58,7 @@ class Step(Cursor):
         self.own: State = {name: own[name] for name in self.starts}
 
     async def pull(self, limit: int) -> Block:
-        with under_way(self.reading):  # its epoch may be that of a pass of ``repeat``
+        with under_way(self.reading):  # its epoch may be a pass of ``repeat``
             return await super().pull(limit)
 
     async def fill(self, limit: int) -> bool:
@@ -83,8 +83,8 @@ class Step(Cursor):
     def _made_nothing(self, since: int | None) -> int | None:
         """Return the first pass without samples: ``since``, or else the current one.
 
-        Called after a read of which no sample was made. Several whole passes are an
-        error: the stream would never end, and other ranks would wait for this one.
+        Called after a read that made no sample. Several whole passes without samples
+        are an error: the stream would never end, and other ranks would wait.
         """
         now = self.passes()
         if now is None or since is None:
@@ -99,7 +99,7 @@ class Step(Cursor):
 
 
 class Mapped(Step):
-    """Applies a plain function to each sample, a block at a time, in a thread."""
+    """The step ``map`` with a plain function; a thread applies it, block by block."""
 
     kind = "map"
     is_one_to_one = keeps_places = True
@@ -132,7 +132,7 @@ class Mapped(Step):
 
 
 class Decoded(Mapped):
-    """Decodes samples: CPU work, so threads share each block; the order is kept."""
+    """The step ``decode``: CPU work, so threads share each block, in order."""
 
     kind = "decode"
 
@@ -147,14 +147,14 @@ class Decoded(Mapped):
 
 
 def _threads() -> int:
-    """Return the number of cores this process may use."""
+    """Return the number of CPU cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 class Filtered(Mapped):
-    """Keeps the samples for which a function, plain or async, returns true."""
+    """The step ``filter``: keeps samples for which a function returns true."""
 
     kind = "filter"
     is_one_to_one = keeps_places = False
@@ -180,10 +180,10 @@ class Filtered(Mapped):
 
 
 class MappedAsync(Step):
-    """Applies a coroutine function to each sample, many at a time, in order.
+    """The step ``map`` with a coroutine function: concurrent calls, ordered results.
 
-    The next call starts when one ends, even without a pull. Memory holds up to
-    ``concurrency`` samples that wait for a call, and as many results to be passed on.
+    The next call starts when one ends, even without a pull. Memory holds up to 1.5
+    times ``concurrency`` waiting samples, and twice ``concurrency`` calls and results.
     """
 
     kind = "map"
@@ -195,7 +195,7 @@ class MappedAsync(Step):
         super().__init__(*args, **parameters)
         self._waiting: deque[Any] = deque()
         self._tasks: deque[asyncio.Task[Any]] = deque()
-        self._running = 0  # calls
+        self._running = 0  # calls that have not ended
         self._reading: asyncio.Task[None] | None = None
         self._has_ended = False
 
@@ -220,7 +220,7 @@ class MappedAsync(Step):
         """Start calls, and read more samples for later ones."""
         reading = self._reading
         if reading is not None and reading.done() and not reading.cancelled():
-            # An error stays there, and is raised after the last result.
+            # An error stays in the task, and is raised after the last result.
             self._reading = None if reading.exception() is None else reading
         while self._waiting and self._running < self.concurrency:
             if len(self._tasks) >= 2 * self.concurrency:
@@ -230,7 +230,7 @@ class MappedAsync(Step):
             self._running += 1
             task.add_done_callback(self._end_call)
             self._tasks.append(task)
-        # A pull costs nearly the same for one sample as for many.
+        # A pull costs nearly the same for one sample as for many, so read rarely.
         is_low = 2 * len(self._waiting) <= self.concurrency
         if is_low and self._reading is None and not self._has_ended:
             self._ahead_state = self._make_state()
@@ -279,7 +279,7 @@ def failed_in(error: BaseException, stage: str) -> FailedSample:
 
 
 class Tokenized(Mapped):
-    """Makes an array of tokens of each text, ``batch`` texts at a time."""
+    """The step ``tokenize``: arrays of tokens from texts, ``batch`` at a time."""
 
     kind = "tokenize"
     overshoots = prefetches = True
@@ -307,7 +307,7 @@ class Tokenized(Mapped):
 
 
 class Taken(Step):
-    """Passes on the first samples; the stream after them is not read."""
+    """The step ``take``: passes on the first samples, and reads no others."""
 
     kind = "take"
     starts: ClassVar[State] = {"left": 0}
@@ -324,9 +324,9 @@ class Taken(Step):
 
 
 class Skipped(Step):
-    """Reads and drops the first samples, and passes on the rest.
+    """The step ``skip``: reads and drops the first samples, and passes on the rest.
 
-    Those that could not be read are passed on: a failure may be a whole shard, in place
+    Unreadable samples among the first are passed on: one may be a whole shard, instead
     of which samples of other shards were dropped.
     """
 
@@ -344,13 +344,13 @@ class Skipped(Step):
 
 
 class Batched(Step):
-    """Makes batches, as lists or columns; their failed samples come before them."""
+    """The step ``batch``: makes lists or columns; failed samples come before them."""
 
     kind = "batch"
     overshoots = True
     size: int
     drop_last: bool
-    # Failed samples of the next batch passed on already, and all unreadable ones.
+    # How many failures of the next batch were passed on; which ones were unreadable.
     _passed_failures, _lost = 0, list[int]()
 
     async def _replay(self, count: int, failed: list[int] | None) -> None:
@@ -385,12 +385,12 @@ class Batched(Step):
 
 
 class Windowed(Step):
-    """Makes one block of each window of ``size`` samples.
+    """The base of steps that make one block from each window of ``size`` samples.
 
     The stream is cut into windows, so that the state is a position, not a buffer. A
-    window's unreadable samples come first in its block: then a step that passes on any
-    sample of it can check that the same ones fail when it is made again. Memory holds
-    two windows: one is passed on while the next one is read.
+    window's unreadable samples come first in its block. So once any sample was passed
+    on, the next step can check that the same ones fail when the block is made again.
+    Memory holds two windows: one is passed on while the next one is read.
     """
 
     overshoots = prefetches = True
@@ -399,7 +399,7 @@ class Windowed(Step):
     seed: int
 
     async def _arranged(self, parts: list[Block], good: int) -> Block:
-        """Return a window's samples as one block; ``parts`` have ``good`` samples."""
+        """Return a window's ``parts``, which have ``good`` samples, as one block."""
         raise NotImplementedError
 
     async def _make(self, limit: int) -> Block:  # noqa: ARG002  (a window)
@@ -413,7 +413,7 @@ class Windowed(Step):
             since = self._made_nothing(since)
 
     async def _window(self) -> tuple[list[Block], list[FailedSample], int]:
-        """Return a window's readable samples, unreadable ones, and their total."""
+        """Return a window's readable samples, its unreadable ones, and their total."""
         parts: list[Block] = []
         count, lost = 0, list[FailedSample]()
         while count < self.size:
@@ -432,14 +432,14 @@ class Windowed(Step):
         return parts, lost, count
 
     def _order(self, length: int) -> ShuffledIndices:
-        """Return the order of ``length`` samples of the current window."""
+        """Return the random order of ``length`` samples of the current window."""
         share = self.reading.share
         place = self.own["number"] * share.readers + share.reader
         return keyed_order(length, self.seed, self.reading.epoch, place)
 
 
 class Shuffled(Windowed):
-    """Samples permuted within windows."""
+    """The step ``shuffle``: permutes samples within windows."""
 
     kind = "shuffle"
     is_one_to_one = True
@@ -461,20 +461,20 @@ class Shuffled(Windowed):
 
 
 class Repeated(Step):
-    """A stream, repeated from its beginning.
+    """The step ``repeat``: reads the stream again from its beginning.
 
-    To the previous steps each pass is a separate epoch, so shuffles differ. Without
+    For the previous steps each pass is a separate epoch, so shuffles differ. Without
     ``times``, several empty passes in a row are an error, because other ranks would
-    wait for this one. So is a pass in which all samples failed: the stream would never
-    end, whatever the error policy.
+    wait for this one. A pass in which all samples failed is always an error: if errors
+    are skipped, an endless stream would never end.
     """
 
     kind = "repeat"
     starts: ClassVar[State] = {"pass": 0, "good": False, "lost": None}
-    open_pass: Callable[[int, State], Awaitable[Cursor]]  # gets its number and a state
+    open_pass: Callable[[int, State], Awaitable[Cursor]]  # gets a pass and a state
     times: int | None
     _lost: BaseException | None = None  # the last error of a pass without good samples
-    _first: State  # the state at the beginning of the pass, from the second one on
+    _first: State  # the state at the beginning of the second or a later pass
 
     def passes(self) -> int | None:
         return self.own["pass"] if self.times is None else self.upstream.passes()
@@ -509,7 +509,7 @@ class Repeated(Step):
             self.upstream = await self.open_pass(own["pass"] + 1, {})
             own.update({"pass": own["pass"] + 1, "good": False, "lost": None})
             self._first = self._make_state()
-            # If closing is interrupted, files stay open.
+            # An interrupted close would leave files open.
             await finish_despite_cancel(asyncio.create_task(before.aclose()))
         if not own["good"]:
             is_list = isinstance(block, list)
@@ -521,12 +521,12 @@ class Repeated(Step):
 
 
 class EpochPart(Step):
-    """One reader's part of an epoch of a given length, of an endless stream.
+    """The step ``epoch_length``: a reader's part of an epoch of an endless stream.
 
-    Of ``count`` samples, ``real`` are not padding, which the next epoch has again. If
-    it ``leaves_out`` failed samples, others take their places. Where readers take
-    turns, a failed sample comes with its substitute (``FailedSample.then``), so every
-    count of samples, ``taken`` too, counts positions.
+    The first ``real`` of its ``count`` samples are not padding; the next epoch starts
+    after these. If it ``leaves_out`` failed samples, others replace them. If readers
+    take turns, a failed sample comes with its substitute (``FailedSample.then``), so
+    every count of samples, even ``taken``, is a count of positions.
     """
 
     kind = "epoch_length"
@@ -547,7 +547,7 @@ class EpochPart(Step):
         self.in_turns = before
 
     async def _pull_positions(self, limit: int) -> Block:
-        """Return the next positions' samples, each with those that failed there."""
+        """Return the next positions' samples, each with those that failed before it."""
         block = await self.upstream.pull(limit)
         if not self.leaves_out or not isinstance(block, list):
             return block

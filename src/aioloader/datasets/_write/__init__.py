@@ -1,1 +1,1 @@
-"""Writing shards: encoding of samples, and destinations in folders and stores."""
+"""Writing shards: how samples are encoded, and destinations in folders and stores."""

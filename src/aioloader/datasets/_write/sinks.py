@@ -5,9 +5,9 @@ is uploaded in parts, and exists once the upload is completed; a killed process 
 invisible parts, which a lifecycle rule of the bucket should remove after some days.
 Memory holds the parts in flight.
 
-A local file of tokens grows under a hidden name, and a hidden sidecar says how much of
-it counts: after a kill, the next writer resumes there. An upload cannot be resumed, so
-the next writer starts over.
+A local file of tokens grows under a hidden name, and a hidden sidecar records how much
+of it is valid. After a kill, the next writer resumes there. An upload cannot be
+resumed, so the next writer starts over.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# Parts of an upload: S3 allows 10,000 of them, which makes 80 GB.
+# Size of an upload's parts, and those in flight. S3 allows 10,000 parts, so 80 GB.
 _PART_BYTES, _PARTS = 8 << 20, 4
 _PARTIAL = ".partial"
 _DRAIN_SECONDS = 5.0
@@ -66,9 +66,9 @@ def make_sink(
 
 
 def threaded(method: Callable[..., T]) -> Callable[..., Coroutine[Any, Any, T]]:
-    """Run a method in a thread; a cancelled caller waits for its end.
+    """Make a method run in a thread; a cancelled caller waits for its end.
 
-    Errors of a full disk, which name no file, get the sink's label.
+    An OSError without a file name, as of a full disk, gets the sink's label.
     """
 
     @functools.wraps(method)
@@ -93,9 +93,9 @@ class FolderSink:
 
     @threaded
     def open(self, name: str) -> dict[str, int]:
-        """Return the names and sizes of all files; remove leftovers of ``name``."""
+        """Return all files' sizes by name; remove the leftovers of writer ``name``."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        # Not of a writer whose name only starts with ``name``.
+        # Excludes a writer whose name only starts with ``name``.
         file = rf"{re.escape(name)}-(\d+\.\w+(\.idx)?|shards\.json)"
         leftover = re.compile(rf"\.{file}(\.\w+)?{re.escape(_PARTIAL)}")
         sizes: dict[str, int] = {}
@@ -122,9 +122,9 @@ class FolderSink:
 
     @threaded
     def swap(self, file: str, before: bytes | None, data: bytes) -> bool:
-        """Replace a small file if it equals ``before``; return whether it did.
+        """Replace a small file if its contents are ``before``; return whether they are.
 
-        Of concurrent writers one succeeds, where the file system has locks.
+        If the file system has locks, only one of several concurrent writers succeeds.
         """
         path = self._folder / file
         while True:
@@ -143,7 +143,7 @@ class FolderSink:
 
     @threaded
     def write(self, file: str, data: bytes) -> None:
-        """Add bytes to a shard, which is invisible until it is complete."""
+        """Append bytes to the current shard, which is invisible until ``complete``."""
         if self._shard is None:
             self._shard = _Partial(self._folder / file)
         self._shard.append(data)
@@ -184,7 +184,7 @@ class _Partial(FileIO):
             left = left[self.write(left) :]
 
     def rename(self) -> None:
-        """Write the bytes to the disk, then rename the file."""
+        """Sync the bytes to the disk, then give the file its final name."""
         os.fsync(self.fileno())
         self.close()
         try:
@@ -202,7 +202,7 @@ class _Partial(FileIO):
 
 
 def sync_folder(path: Path) -> None:
-    """Write the names in a directory to the disk."""
+    """Sync a directory to the disk, so that its new names survive a crash."""
     folder = os.open(path, os.O_RDONLY)
     try:
         os.fsync(folder)
@@ -218,7 +218,7 @@ def is_at(file: BinaryIO, path: Path) -> bool:
 
 
 class StoreSink:
-    """A store, or a folder in it; otherwise like ``FolderSink``."""
+    """A sink like ``FolderSink``, but for a store or a folder in one."""
 
     def __init__(self, source: ObstoreStore) -> None:
         self.label = source.label
@@ -228,7 +228,7 @@ class StoreSink:
         self._upload: Any = None
 
     async def open(self, name: str) -> dict[str, int]:  # noqa: ARG002  (parts are invisible)
-        """Return the names and sizes of objects directly in the folder."""
+        """Return the sizes of the objects directly in the folder, by name."""
         obstore = import_obstore()
         listed = await self._request("list", "", obstore.list_with_delimiter_async)
         return {meta["path"]: meta["size"] for meta in listed["objects"]}
@@ -237,7 +237,7 @@ class StoreSink:
         return (await self._version(file))[0]
 
     async def _version(self, file: str) -> tuple[bytes | None, Any]:
-        """Return a small object, and the mode that replaces only this version."""
+        """Return a small object, and the write mode that replaces only this version."""
         get = functools.partial(import_obstore().get_async, path=file)
         try:
             got = await self._request("read", file, get)
@@ -252,7 +252,7 @@ class StoreSink:
         await self._request("write", file, lambda store: put(store, file, data))
 
     async def swap(self, file: str, before: bytes | None, data: bytes) -> bool:
-        """Do the same as ``FolderSink``, where the store has conditional writes."""
+        """Swap as ``FolderSink`` does; atomic if the store has conditional writes."""
         current, mode = await self._version(file)
         if current != before:
             return False
@@ -275,7 +275,7 @@ class StoreSink:
         raise failure
 
     async def write(self, file: str, data: bytes) -> None:
-        """Add bytes to a shard; wait while too many parts are in flight."""
+        """Append bytes to the current shard; wait while many parts are in flight."""
 
         def send(store: "ObjectStore") -> Any:
             if self._upload is None:
@@ -342,7 +342,7 @@ class FileSink:
 
     @threaded
     def open(self) -> tuple[bytes | None, bool]:
-        """Return an earlier writer's sidecar, if any, and whether it had finished."""
+        """Return an earlier writer's sidecar or None, and whether it has finished."""
         if self._path.is_dir():
             raise StateMismatchError(
                 f"{self.label!r} is a directory: name a file in it, such as "
@@ -350,11 +350,11 @@ class FileSink:
             )
         self._path.parent.mkdir(parents=True, exist_ok=True)
         if self._path.exists():
-            self._clean()  # a writer may have been killed just before
+            self._clean()  # its writer may have been killed before this
             return _contents(self._sidecar), True
         self._tokens = self._growing.open("a+b")
         is_mine = lock(self._tokens, "LOCK_EX", "LOCK_NB")
-        # Another writer may have finished, which renames the file.
+        # If another writer has just finished, it has renamed the file.
         if not is_mine or not is_at(self._tokens, self._growing) or self._path.exists():
             raise StateMismatchError(
                 f"another writer is writing {self.label!r} now; run one writer at a "
@@ -367,7 +367,7 @@ class FileSink:
 
     @threaded
     def begin(self, num_bytes: int, documents: int) -> bool:
-        """Truncate the files to these lengths; if shorter, to 0, and return False."""
+        """Truncate both files, or empty them and return False if one is too short."""
         files = [(self._tokens, num_bytes), (self._sizes, _SIZE_BYTES * documents)]
         is_there = all(file and file.seek(0, os.SEEK_END) >= n for file, n in files)
         for file, size in files:
@@ -378,7 +378,7 @@ class FileSink:
 
     @threaded
     def append(self, data: bytes, sizes: bytes, sidecar: bytes) -> None:
-        """Add tokens and sizes of documents, and make them count."""
+        """Append tokens and documents' sizes; sync them, then record them as valid."""
         self._write(data, sizes)
         for file in (self._tokens, self._sizes):
             if data and file is not None:
@@ -390,7 +390,7 @@ class FileSink:
     def finish(
         self, data: bytes, sizes: bytes, make_index: MakeIndex | None, sidecar: bytes
     ) -> None:
-        """Add the last tokens, index and sidecar, then make the file visible."""
+        """Write the last tokens, index and sidecar, then make the file visible."""
         self._write(data, sizes)
         assert self._tokens is not None
         assert self._sizes is not None
@@ -398,7 +398,7 @@ class FileSink:
         if make_index is not None and self._index is not None:
             _replace(self._index, make_index(self._sizes))
         _replace(self._sidecar, [sidecar])
-        # While it is open, and so locked for this writer.
+        # The file is still open, and so locked for this writer.
         self._growing.replace(self._path)
         self._is_empty = False
         sync_folder(self._path.parent)
@@ -412,7 +412,7 @@ class FileSink:
 
     @threaded
     def aclose(self) -> None:
-        """Close the files; if tokens count, they stay for the next writer."""
+        """Close the files; remove them if there is nothing to resume."""
         if self._is_empty:
             with contextlib.suppress(OSError):  # the writer raises an earlier one
                 self._clean()
@@ -430,7 +430,7 @@ class FileSink:
 
 
 class ObjectSink:
-    """An object of tokens in a store; otherwise like ``FileSink``."""
+    """A sink like ``FileSink``, but for an object in a store; it cannot resume."""
 
     def __init__(
         self, address: Address, index: Address | None, options: StoreOptions
@@ -460,7 +460,7 @@ class ObjectSink:
     async def finish(
         self, data: bytes, sizes: bytes, make_index: MakeIndex | None, sidecar: bytes
     ) -> None:
-        """Add the last tokens, index and sidecar, then make the object visible."""
+        """Write the last tokens, index and sidecar, then make the object visible."""
         await self.append(data, sizes, sidecar)
         assert self._sizes is not None
         if make_index is not None and self._index is not None:
@@ -489,7 +489,7 @@ def _contents(path: Path) -> bytes | None:
 
 
 def _replace(path: Path, pieces: Iterable[bytes]) -> None:
-    """Write a file, completely or not at all. Only one writer may call it."""
+    """Write a file, completely or not at all. For one writer at a time."""
     hidden = path.with_name(f".{path.name.removeprefix('.')}.new")
     with hidden.open("wb") as file:
         file.writelines(pieces)

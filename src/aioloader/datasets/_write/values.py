@@ -1,4 +1,4 @@
-"""Samples as the bytes of tar members, and as the columns of tables."""
+"""Conversion of samples to the bytes of tar members and to columns of tables."""
 
 import contextlib
 import io
@@ -22,14 +22,14 @@ _BLOCK = 512
 _NUMBER_BYTES = 8
 # Raised for values that a type cannot hold; pyarrow's errors derive from these.
 _UNFIT = ValueError, TypeError, OverflowError, NotImplementedError
-# Items of lists, which may be long, that need no copy.
+# Types of list items that need no copy; the lists may be long.
 _IMMUTABLE = frozenset({int, float, str, bytes, bool, type(None)})
 _REPR = reprlib.Repr()
 _REPR.maxother = 60
 
 
 def members_of(key: Any, sample: Mapping[str, Any]) -> bytes:
-    """Return a sample's tar members with headers, the same bytes in each run."""
+    """Return a sample as tar members with headers, the same bytes in each run."""
     named = [(n.lower(), v) for n, v in sample.items() if not n.startswith("__")]
     members = dict(named)
     if not members or len(members) < len(named):
@@ -68,10 +68,10 @@ def members_of(key: Any, sample: Mapping[str, Any]) -> bytes:
 def table_of(
     pa: Any, rows: list[dict[str, Any]], first: int, schema: Any, *, may_round: bool
 ) -> Any:
-    """Return rows as a table of pyarrow, with a given schema or an inferred one.
+    """Return rows as a pyarrow table, with the given schema or an inferred one.
 
-    Raise a ValueError if a row would not be read back unchanged, and remove it from
-    ``rows``. ``first`` is the number of the first row. Numbers ``may_round`` to floats.
+    If a row would not be read back unchanged, remove it from ``rows`` and raise a
+    ValueError. ``first``: the first row's number. ``may_round``: allow rounding.
     """
     fields: dict[str, Any] = dict.fromkeys(name for row in rows for name in row)
     if schema is not None:
@@ -102,7 +102,7 @@ def _is_number(kind: Any) -> bool:
 
 
 def _to_list(value: Any, *, keeps: bool) -> Any:
-    """Return an array of two or more dimensions as lists; of arrays if it ``keeps``."""
+    """Return a non-1-D array as lists or a scalar; if ``keeps``, with its dtype."""
     if not isinstance(value, np.ndarray) or value.ndim == 1:
         return value
     if not keeps:
@@ -128,9 +128,9 @@ def _first_unfit(
 
 
 def _array(pa: Any, field: Any, values: list[Any], *, may_round: bool) -> Any:
-    """Return an array with exactly these values, of the type of a field, if any.
+    """Return a pyarrow array of exactly these values, of the field's type if given.
 
-    pyarrow silently truncates values: 0.75 as int64, fields of structs.
+    Check this, because pyarrow silently truncates: 0.75 as int64, fields of structs.
     """
     kind: Any = None if field is None else field.type
     guess: Any = None
@@ -152,7 +152,7 @@ def _array(pa: Any, field: Any, values: list[Any], *, may_round: bool) -> Any:
 
 
 def _is_same(exact: Any, array: Any, *, may_round: bool) -> bool:
-    """Tell whether arrays surely have the same values, without a loop in Python."""
+    """Tell whether arrays certainly have the same values, without a Python loop."""
     from pyarrow import compute, types  # noqa: PLC0415  (as in ``writers``)
 
     with contextlib.suppress(*_UNFIT):
@@ -189,7 +189,7 @@ def _is_kept(value: Any, read: Any, *, may_round: bool) -> bool:
 
 
 def copied(value: Any) -> Any:
-    """Return a copy, which the caller cannot change before the row group is written."""
+    """Return a copy of a value, which the caller cannot change before it is written."""
     if isinstance(value, torch.Tensor):
         return value.detach().cpu().numpy().copy()
     if isinstance(value, np.ndarray):
@@ -216,7 +216,7 @@ def bytes_of(value: Any) -> int:
 
 
 class Output(io.BytesIO):
-    """A file for pyarrow; ``taken`` removes bytes, which count in ``tell``."""
+    """A file for pyarrow; ``tell`` also counts the bytes that ``taken`` removed."""
 
     _taken = 0
 
