@@ -31,7 +31,7 @@ class Retry:
     """Retry reads with exponential backoff and full jitter.
 
     The delay before attempt ``k + 1`` is uniform in ``[0, min(max_delay, base_delay *
-    2**(k - 1))]`` seconds; the user's random generators are not used. Errors that waiting
+    2**(k - 1))]`` seconds, not drawn from the user's generators. Errors that waiting
     cannot fix (missing files, permissions) are final.
     Source: Brooker, "Exponential Backoff And Jitter" (AWS Architecture Blog, 2015).
 

@@ -289,5 +289,5 @@ def _collate_transformed(
     is_batched: bool,  # noqa: FBT001  (bound by a partial)
     samples: Any,
 ) -> Any:
-    """Transform, then collate. Torch's workers pickle this, so it is at module level."""
+    """Transform, then collate; at module level, because torch's workers pickle it."""
     return collate([*map(transform, samples)] if is_batched else transform(samples))

@@ -61,7 +61,7 @@ class UnreadSamples:
         return len(self._indices)
 
     def collate(self) -> list[torch.Tensor]:
-        """Return the batch, a tensor per tensor of the dataset, in lent memory if any."""
+        """Return the batch: a tensor per dataset tensor, in lent memory if any."""
         tensors, indices, index = self._tensors, self._indices, _as_index(self._indices)
         least = int(index.min()) if index is not None and len(index) else 2
         # A bool as an index is a mask, not row 0 or 1.
