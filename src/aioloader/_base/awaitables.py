@@ -33,7 +33,7 @@ async def resolved(value: Any) -> Any:
 
 
 async def together(values: Iterable[Any]) -> list[Any]:
-    """Resolve ``values`` concurrently; return the list. An error cancels the rest."""
+    """Return ``values``, resolved concurrently; the first error cancels the others."""
     tasks = [asyncio.ensure_future(_resolved_in_task(value)) for value in values]
     try:
         return await asyncio.gather(*tasks)

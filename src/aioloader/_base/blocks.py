@@ -36,7 +36,7 @@ class Columns(Protocol):
         ...
 
     def interleaved(self, blocks: "Sequence[Columns]") -> "Columns | None":
-        """Return all first rows, all second rows, ...; None if the columns differ."""
+        """Return this and ``blocks`` interleaved by row; None if columns differ."""
         ...
 
 
@@ -104,7 +104,7 @@ class SameErrors:
         self._count = 0
 
     def is_stuck(self, block: Sequence[Any]) -> bool:
-        """Tell whether ``block`` repeats one error for the hundredth time or later."""
+        """Tell whether ``block`` is the hundredth in a row with only the same error."""
         last = block[-1] if len(block) else None
         if type(last) is not FailedSample:
             self._count = 0

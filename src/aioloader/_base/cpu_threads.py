@@ -59,7 +59,7 @@ class CpuThread(Executor):
 
     @classmethod
     def once(cls, name: str = "aioloader-once") -> Self:
-        """Return a thread for one job, which so never waits for other jobs to end."""
+        """Return a new thread for a single job, which no other job can delay."""
         thread = cls(name)
         thread._is_once = True
         return thread
@@ -215,7 +215,7 @@ class _SharedThreads:
         self._here = threading.local()
 
     def add_user(self) -> None:
-        """Count a ``SharedThread`` that has jobs; ``remove_user`` uncounts it."""
+        """Count a ``SharedThread`` as a user of the threads, until ``remove_user``."""
         with self._lock:
             self._users += 1
 

@@ -20,7 +20,7 @@ _ENOUGH_SAMPLES, _DEVIATIONS = 1000, 5
 
 
 class _SkipType:
-    """The type of ``SKIP``; its only instance survives pickling as itself."""
+    """The type of ``SKIP``, which unpickles as the same object."""
 
     def __repr__(self) -> str:
         return "SKIP"
@@ -150,12 +150,12 @@ class FailurePolicy:
         self._before = before  # of these, how many an earlier run has tried
         self.attempted: int = 0  # samples tried so far
         self.count: int = 0  # of these, how many failed and were skipped or replaced
-        self.retries: int = 0  # retried reads not yet taken by the loader
+        self.retries: int = 0  # repeated reads; in a worker, since `take_retries`
         self.latest: deque[Failure] = deque(maxlen=_MAX_FAILURES)
         self._lock = fork_safe(threading.Lock())
 
     def begin(self, samples: int) -> None:
-        """Count samples about to be tried; a negative number uncounts samples."""
+        """Count samples about to be tried; a negative number subtracts some."""
         with self._lock:
             self.attempted += samples
 
@@ -177,7 +177,7 @@ class FailurePolicy:
             self.retries += count
 
     def take_retries(self) -> int:
-        """Reset the count of retries; return it for the loader to add to its total."""
+        """Return a worker's retries since the last call, for the loader to count."""
         with self._lock:
             count, self.retries = self.retries, 0
         return count

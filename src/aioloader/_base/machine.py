@@ -19,7 +19,7 @@ _UNLIMITED = 1 << 60  # cgroup version 1 writes a number near 2 ** 63 for no lim
 
 
 def cores(groups: Path = _GROUPS) -> int:
-    """Return how many cores this process may use; ranks of a machine share equally."""
+    """Return how many cores this process may use; a machine's ranks share them."""
     count = float(os.cpu_count() or 1)
     if hasattr(os, "sched_getaffinity"):  # Linux
         count = float(len(os.sched_getaffinity(0)))

@@ -79,7 +79,7 @@ def usable(state: Any) -> Any:
 
 
 class WrappedExit(Exception):  # noqa: N818  (it holds an error)
-    """Wrapper for a ``SystemExit`` or Ctrl-C in a task: raw, it would stop the loop."""
+    """Wrapper that carries an exit out of a task; unwrapped, it would stop the loop."""
 
     def __init__(self, error: BaseException) -> None:
         super().__init__(error)

@@ -57,7 +57,7 @@ def is_clocked(number: int) -> bool:
 def thread_clocks(number: int, seconds: float = 1.0) -> RunTimes | None:
     """Return this thread's times; None for most batches, as reading takes 20 us.
 
-    ``seconds``: time of the batch before. If it was short, ``delayed`` is not read.
+    ``seconds``: how long the previous batch took. If short, ``delayed`` is not read.
     """
     if not is_clocked(number):
         return None
@@ -80,7 +80,7 @@ class BatchRecord(NamedTuple):
     worker: int  # number of the worker that made it; 0 without workers
     samples: int  # how many samples it has
     made: BatchTimes
-    # Seconds between these two in which the sampler drew indices for any batch.
+    # Seconds between ``asked`` and ``taken`` in which indices of batches were drawn.
     drawn: float = 0.0
 
 
@@ -223,7 +223,7 @@ class LoopLag:
     the GIL that another thread holds.
 
     Attributes:
-        seconds: Duration of single blocks: the 95th percentile.
+        seconds: How long the loop was blocked at a time: the 95th percentile.
         share: Share of the time in which the loop was blocked, from 0 to 1.
         culprit: Name and location of the blocking coroutine; ``""`` if none was found.
         computes: Whether the coroutine computes; if not, it waits for a lock or a

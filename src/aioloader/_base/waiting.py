@@ -30,7 +30,7 @@ running_loop: Final = asyncio._get_running_loop  # noqa: SLF001
 class Waiters:
     """Threads, and tasks on any loop, that wait until ``is_true`` returns True.
 
-    A caller of ``wake`` makes it true first. Subclasses may define ``_is_true``.
+    A subclass may define ``_is_true`` as a method instead.
     """
 
     _is_true: Callable[[], bool]
@@ -122,7 +122,7 @@ class Latch(Waiters):
 
 
 class _LookUp:
-    """A context for waits on a main thread's loop: a timer ticks during them."""
+    """A context for waits on the main thread's loop; a timer wakes the loop."""
 
     _waits, _is_on = 0, False
 

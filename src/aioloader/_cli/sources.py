@@ -85,7 +85,7 @@ def find_source(options: Namespace) -> PackSource:
 
 
 def find_kind(src: str) -> str:
-    """Return the extension that decides how SRC is read; "" for files and folders."""
+    """Return the extension that decides how SRC is read; "" for any other SRC."""
     ending = re.search(_ENDING, name_of(src))
     is_folder = "://" not in src and Path(src).is_dir()
     return ending[1].lower() if ending and not is_folder else ""
@@ -163,7 +163,7 @@ def _files(
 
 
 def _grouped(dataset: Named, options: Namespace) -> PackSource:
-    """Return a source: files whose names are equal up to the first dot are a sample."""
+    """Return a source whose samples are files with equal names up to the first dot."""
     members = []
     for number, name in enumerate(dataset.names):
         folder, slash, base = name.rpartition("/")

@@ -34,7 +34,7 @@ from aioloader._transport.slots import MIN_BYTES, Allocator
 Collate: TypeAlias = Callable[[Sequence[Any]], Any]
 
 default_convert: Callable[[Any], Any] = torch_convert
-# Our replacement of each of torch's functions, as they are when this is imported.
+# Maps torch's functions, as they are when this is imported, to ours.
 OURS: dict[Any, Any] = {}
 
 
@@ -98,7 +98,7 @@ def varlen_collate(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         ``max_seqlen``, the length of the longest document, an int.
 
     Raises:
-        KeyError: If a sample has no ``position_ids``, or not the first one's names.
+        KeyError: If a sample has no ``position_ids``, or its names are not the first's.
         ValueError: If a sample's arrays are not 1-D or differ in length.
     """
     rows = [_flat(number, sample, samples[0]) for number, sample in enumerate(samples)]
@@ -270,7 +270,7 @@ def _array(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]
 
 
 def _lent(nbytes: int) -> Any:
-    """Return a buffer lent by the pipeline; None if ``nbytes`` is small or none is."""
+    """Return a lent buffer; None if ``nbytes`` is small, or no pipeline lends any."""
     lease: Allocator | None = getattr(_LENT, "lease", None)
     return None if nbytes < MIN_BYTES or lease is None else lease(nbytes)
 

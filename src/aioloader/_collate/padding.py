@@ -20,7 +20,7 @@ _MAX_INT64 = np.iinfo(np.int64).max
 def pad_collate(
     pad: int = 0, multiple: int = 1
 ) -> Callable[[Sequence[Any]], dict[str, Any]]:
-    """Return a ``collate_fn`` for token sequences of different lengths.
+    """Return a picklable ``collate_fn`` for token sequences of different lengths.
 
     A sample is a sequence of integers, or a dict with ``input_ids`` and other entries.
     The batch is a dict of tensors of shape (samples, length): the longest sample's
@@ -28,7 +28,7 @@ def pad_collate(
     ``attention_mask``, int64, is 1 at tokens and 0 at padding. A sample's other
     sequences are padded with 0 or False, but ``labels`` with -100. Integers become
     int64; booleans and floats keep their dtype. Entries that are no sequences (numbers,
-    texts) are collated by ``default_collate``. The function can be pickled.
+    texts) are collated by ``default_collate``. The caller owns all tensors.
 
     Example:
         >>> pad_collate(multiple=4)([[5, 6, 7], [8]])["input_ids"].tolist()

@@ -53,7 +53,7 @@ class Change:
 def changes(
     costs: Costs, setting: RecordedSettings, start: float = 0.0
 ) -> Iterator[Change]:
-    """Yield the changes possible for a loader; of the same kind, the smallest first."""
+    """Yield the changes that suit a loader; within a kind, the smallest first."""
     candidates = chain(
         _starts(costs, setting, start),
         _windows(costs, setting),
@@ -175,7 +175,7 @@ def _first_start(setting: RecordedSettings) -> float:
 
 
 def _with_workers(setting: RecordedSettings, number: int) -> RecordedSettings:
-    """Return ``setting`` changed to ``number`` workers, and the window that follows."""
+    """Return ``setting`` with ``number`` workers and a window that fits them."""
     window = setting.window
     if window is not None:
         ahead = (window - setting.on_device) // max(1, setting.workers)

@@ -31,7 +31,7 @@ _JUST_AFTER = 3e-4
 # To tell whether reads queue, this many must have started while few others ran, and
 # this share of the readers must be busy.
 _ENOUGH_ALONE, _CROWDED = 6, 0.75
-# The share of uneven steps that never waited; most switch intervals of the others.
+# Share of uneven steps that did not wait; longest wait, in switch intervals.
 _QUICKEST, _MAX_TURNS = 0.05, 3
 
 
@@ -169,7 +169,7 @@ def costs_of(
 
 
 def _draws(records: Sequence[BatchRecord], setting: RecordedSettings) -> Floats:
-    """Return an array that has the mean seconds to draw a batch's indices throughout.
+    """Return the mean seconds of drawing a batch's indices, repeated for each batch.
 
     While the consumer waits for the first batch, a whole window of indices is drawn.
     """
@@ -186,8 +186,8 @@ def lock_waits(records: Sequence[BatchRecord], setting: RecordedSettings) -> Flo
     """Estimate how long each step, except the last, waited for the GIL, in seconds.
 
     A thread that computes in Python keeps the GIL for the switch interval. A consumer
-    that slept, or waited for its accelerator, so resumes late if the loader's threads
-    compute, and its step looks longer than it is.
+    that slept or waited for its accelerator resumes late if the loader's threads
+    compute. So its step looks longer than it is.
 
     The waits are 0 without a sign of them: batches that the consumer waited for came
     late, or many steps ended just after a batch was made. If many steps take equally
@@ -268,7 +268,7 @@ def _read_unlocked(costs: Costs, setting: RecordedSettings, each: float) -> Cost
 def _limited(
     costs: Costs, setting: RecordedSettings, each: float, alone: Sequence[float]
 ) -> Costs:
-    """Return the costs with the client's or store's limit on reads, if there is a sign.
+    """Return the costs with any limit on reads that the client or the store shows.
 
     If reads queue there, most reads that started while few others ran took less than
     half of the mean time. The number of reads served at a time follows from their rate

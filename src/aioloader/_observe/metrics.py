@@ -193,7 +193,7 @@ class _Watched:
         self._loader = weakref.ref(loader)
         self._lock = threading.RLock()  # scrapes may come from several threads
         self._left: MetricValues = {}  # not yet taken in this collection
-        self._iteration: object = None  # the one that ``_latest`` is of
+        self._iteration: object = None  # the iteration that ``_latest`` counts
         self._latest: dict[str, float] = {}  # of the current iteration
         self._before: defaultdict[str, float] = defaultdict(float)  # of earlier ones
 

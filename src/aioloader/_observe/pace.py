@@ -9,7 +9,7 @@ each takes (Little). Assumptions:
 
 - Reads do not slow down when more run at a time, unless they queue (``costs``). A batch
   takes as long in a worker as in the consumer's process. Transport is as recorded and
-  keeps no worker busy. If there were no workers, ``changes`` adds a small batch's.
+  keeps no worker busy. If workers are new, ``changes`` adds a small batch's transport.
 - As many slots compute at a time as there are cores, but only one worker thread because
   of the GIL. If records show that the consumer waits for the GIL (``costs``), it does
   so whenever threads make batches.
@@ -32,7 +32,7 @@ _MAX_WARM_UP = 256
 
 
 def window_of(setting: RecordedSettings, costs: Costs) -> int:
-    """Return how many batches may be requested and not delivered; maybe estimated."""
+    """Return the limit on batches requested and not delivered, or an estimate of it."""
     if setting.window is not None:
         return max(1, setting.window)
     size = setting.batch_size or np.maximum(costs.reads, costs.samples).mean()
@@ -116,7 +116,7 @@ def _parts(costs: Costs, setting: RecordedSettings) -> Floats:
 def pace(taken: Sequence[float]) -> float:
     """Return the seconds per batch, robust against batches that come in bursts.
 
-    It is the time between the mean times of both halves, divided by their distance.
+    It is the time between the mean times of both halves, per batch between them.
     """
     half = len(taken) // 2
     if not half:

@@ -70,7 +70,7 @@ def progress(
         An iterable for ``for`` and ``async for``; it can be iterated repeatedly.
 
     Raises:
-        TypeError: If ``loader`` has no ``stats``, as other iterables.
+        TypeError: If ``loader`` is not a ``DataLoader`` and has no statistics.
     """
     if not hasattr(loader, "stats"):
         raise TypeError(f"progress needs an aioloader.DataLoader, got {type(loader)}")
@@ -155,7 +155,7 @@ class ProgressIterator(OneIteration, Generic[Batch]):
 
 
 class Meter:
-    """The progress of one iteration, its display, and when to update this next."""
+    """The progress of one iteration, its display, and the time of the next update."""
 
     def __init__(
         self,

@@ -237,7 +237,7 @@ def _union(begins: Floats, ends: Floats) -> Callable[[Any], Any]:
 
 
 class _Timeline:
-    """The times of all batches in the recorded span, as arrays with an entry each."""
+    """The times in the recorded span, as arrays with one entry per batch."""
 
     def __init__(
         self,

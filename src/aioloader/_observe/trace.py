@@ -1,8 +1,8 @@
 """Records as a trace: Chrome's trace event format, which Perfetto opens.
 
-The consumer's steps and waits, reads, each worker and copies to the device have tracks,
-several if batches overlap. Times are on ``torch.profiler``'s clock, so that both files
-can be merged: microseconds of Unix time since ``baseTimeNanoseconds``.
+There are tracks for the consumer's steps and waits, reads, each worker, and copies to
+the device, and more if jobs overlap. Times are on ``torch.profiler``'s clock, so that
+files can be merged: microseconds of Unix time since ``baseTimeNanoseconds``.
 Source: "Trace Event Format" (Google, 2016); for the clock, libkineto's
 ``ChromeTraceBaseTime`` (torch 2.13).
 """
@@ -32,7 +32,7 @@ from aioloader._observe.stages import is_made
 
 Event: TypeAlias = dict[str, Any]
 StrPath: TypeAlias = str | os.PathLike[str]
-# A kind of tracks' position from the top, the slot, and the track's name.
+# The position of this kind of track from the top, the slot, and the track's name.
 _Track: TypeAlias = tuple[int, int, str]
 
 # Kineto's base time is a multiple of this, three mean months, after 1970.
@@ -248,7 +248,7 @@ def trace_events(
 
 
 def _on_tracks(jobs: Iterable[_Slices]) -> dict[tuple[_Track, int], list[_Slices]]:
-    """Assign jobs that took time to tracks, and overlapping jobs to numbered ones."""
+    """Assign jobs of nonzero duration to tracks; those that overlap get several."""
     tracks: dict[tuple[_Track, int], list[_Slices]] = {}
     lasting = [job for job in jobs if job.times[-1] > job.times[0]]
     for job in sorted(lasting, key=lambda job: job.times[0]):
@@ -307,7 +307,7 @@ def _making(
 
 
 def _ready(traced: Traced) -> Iterator[tuple[float, int]]:
-    """Yield a time and +1 or -1 whenever a batch gets ready or is delivered."""
+    """Yield a time and +1 or -1 whenever a batch becomes ready or is taken."""
     if traced.setting.place != "inline":
         for record in filter(is_made, starmap(BatchRecord, traced.records)):
             yield record.made[4], 1

@@ -273,11 +273,11 @@ class _Case:
         return setting.cores * (1 - costs.delay) * _inverse(used)
 
     def most(self, change: Change) -> float:
-        """Return the largest factor of speed-up that measurements allow a change.
+        """Return a change's largest speed-up, as a factor, that measurements allow.
 
         At most, the consumer waits only for the sampler, and all processors are busy.
         If the change keeps the slots that make batches, the event loop's thread is a
-        limit, too. If threads make batches, this process's use of the GIL is one.
+        limit, too. So is this process's use of the GIL if threads would make batches.
         """
         setting, then = self.setting, change.setting
         drawing = float(self.costs.sampler.mean()) / max(self.measured, 1e-9)
@@ -354,7 +354,7 @@ class _Case:
         return stage, advice
 
     def _slowest(self) -> str:
-        """Return the stage whose double speed would save the most time."""
+        """Return the stage that would save the most time at twice its speed."""
         has_device = self.setting.on_device > 0
         stages = [stage for stage in _STAGES if has_device or stage != "device"]
         halved = [self.costs.scaled(stage, 0.5) for stage in stages]
