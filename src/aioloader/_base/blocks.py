@@ -53,7 +53,7 @@ class FailedSample:
     error: BaseException  # its message or notes say where it failed
     is_users: bool = False  # raised by user code; a retry may succeed
     ends: bool = False  # the rest of its shard is lost, too
-    then: "Block" = field(default_factory=list)  # what follows it in the same position
+    then: "Block" = field(default_factory=list)  # samples after it, at its position
 
 
 def read_block(iterator: Iterator[Any], limit: int) -> tuple[list[Any], bool]:

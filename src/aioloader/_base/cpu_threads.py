@@ -55,7 +55,7 @@ class CpuThread(Executor):
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self.thread: threading.Thread | None = None
         self._is_stopped = False
-        self._lock = fork_safe(threading.RLock())  # a finalizer may need it too
+        self._lock = fork_safe(threading.RLock())  # a finalizer may need it, too
 
     @classmethod
     def once(cls, name: str = "aioloader-once") -> Self:

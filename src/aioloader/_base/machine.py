@@ -23,7 +23,7 @@ def cores(groups: Path = _GROUPS) -> int:
     count = float(os.cpu_count() or 1)
     if hasattr(os, "sched_getaffinity"):  # Linux
         count = float(len(os.sched_getaffinity(0)))
-    # A group's quota and period, of either version.
+    # The cgroup's quota and period of processor time, in versions 2 and 1.
     for names in ("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"):
         with contextlib.suppress(OSError, ValueError):  # "max" and -1: no quota
             texts = [_read(groups / name) for name in names]

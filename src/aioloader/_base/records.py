@@ -30,7 +30,7 @@ _SIZES = {int: 8, float: 8, bool: 8, type(None): 8}
 # Clock readings, in seconds, of a batch's stages. A plain tuple costs a fifth of a
 # named one.
 BatchTimes: TypeAlias = tuple[
-    float,  # reading started; for a stream, the batch was requested
+    float,  # reading started; in a stream, when the batch was requested
     float,  # reading ended
     float,  # transform and collate started; they may have waited after reading
     float,  # transforming ended
@@ -76,7 +76,7 @@ class BatchRecord(NamedTuple):
 
     number: int  # position in the epoch, from 0
     asked: float  # when the consumer requested it
-    taken: float  # when the consumer got it
+    taken: float  # when the consumer received it
     worker: int  # number of the worker that made it; 0 without workers
     samples: int  # how many samples it has
     made: BatchTimes

@@ -36,7 +36,7 @@ class Waiters:
     _is_true: Callable[[], bool]
 
     def __init__(self, is_true: Callable[[], bool] | None = None) -> None:
-        self.lock = fork_safe(threading.RLock())  # a finalizer may need it too
+        self.lock = fork_safe(threading.RLock())  # a finalizer may need it, too
         self._wakes: deque[Callable[[], object]] = deque()
         if is_true is not None:
             self._is_true = is_true

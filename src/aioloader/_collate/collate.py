@@ -74,7 +74,7 @@ def default_collate(samples: Sequence[Any]) -> Any:
     if not collates_as_torch():
         return torch_collate(list(samples))
     if not isinstance(samples, (list, tuple)) and hasattr(samples, "collate"):
-        return samples.collate()  # columns
+        return samples.collate()  # a block of columns
     return _collate(samples)
 
 

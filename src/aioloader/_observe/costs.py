@@ -20,13 +20,13 @@ from aioloader._observe.stages import (
 
 # Costs are computed from at most this many of the latest batches.
 _MAX_BATCHES = 256
-# A worker is slow if it takes this many times as long as others.
+# A worker is slow if it takes more than this many times the median worker's time.
 _SLOW = 2.0
-# The GIL is contended if batches of this process take this many seconds to arrive,
+# Signs of waits for the GIL: batches of this process take this long to arrive, in s;
 _LATE = 1e-3
-# or if this share of steps, and this many times more than by chance, end
+# or this share of steps, and this many times as many as by chance, end
 _LATE_SHARE, _TIMES_CHANCE = 0.2, 4
-# within this many seconds after a batch is made, which releases it.
+# at most this many seconds after a batch was made, when its thread releases the GIL.
 _JUST_AFTER = 3e-4
 # To tell whether reads queue, this many must have started while few others ran, and
 # this share of the readers must be busy.
@@ -49,7 +49,7 @@ class Costs:
     copy: Floats  # moving the batch to the device
     slowest: Floats  # the longest of the batch's reads
     awaited: Floats  # transforming its samples by coroutines one after another
-    reads: Floats  # how many reads may run concurrently
+    reads: Floats  # how many of the batch's reads may run concurrently
     samples: Floats  # how many samples the batch has
     read_cpu: float = 0.0  # share of ``read`` that is processor time
     make_cpu: float = 1.0  # the same for ``transform`` and ``collate``

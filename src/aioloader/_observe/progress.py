@@ -235,7 +235,7 @@ class Meter:
     def _show(self) -> None:
         self._shown = self.batches
         if self._make_display is None:
-            _log.info("%s", str(self))  # a record may be formatted later
+            _log.info("%s", str(self))  # it may be formatted later
             return
         with suppress(OSError, ValueError):  # the terminal was closed
             if self._display is None:
