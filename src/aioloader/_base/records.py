@@ -158,7 +158,7 @@ class RecordedSettings:
     sampler: str = ""  # class name of the sampler or batch sampler
     cores: int = 1  # how many this process may use; set on demand
     # How many cores this process has used, without its worker processes; 0 if unknown.
-    # Set on demand, as the fields below.
+    # Set on demand, as are the next two fields.
     used: float = 0.0
     epochs_before: int = 0  # how many epochs the loader ran before this one
     length: int = 0  # batches in this epoch; without a length: so far
@@ -303,7 +303,7 @@ class Counters:
 class Pace:
     """How fast a loader makes batches; one object for all its epochs."""
 
-    seconds: float = 0.0  # per batch, the least of late; 0: unknown
+    seconds: float = 0.0  # per batch; falls at once, rises slowly; 0: unknown
 
 
 # Set in an iteration's tasks, so that code that lists shards can count them.
