@@ -1,1 +1,1 @@
-"""What every room uses: threads, forks, waits, failures, records, warnings."""
+"""Shared foundations: threads, forks, waits, failures, records, warnings."""

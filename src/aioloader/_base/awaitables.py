@@ -1,4 +1,4 @@
-"""Resolve the awaitables that wrappers of async datasets return, also in containers."""
+"""Await the awaitables that wrappers of async datasets return, also in containers."""
 
 import asyncio
 import inspect
@@ -13,7 +13,7 @@ from aioloader._base.cancellation import cancel
 from aioloader._base.raising import WrappedExit, carried
 
 _CONTAINERS = {tuple, list, dict}
-# None of these is awaitable: the usual samples.
+# The usual types of samples, none of which is awaitable.
 _PLAIN = frozenset((int, float, str, bytes, torch.Tensor, np.ndarray))
 
 
@@ -33,7 +33,7 @@ async def resolved(value: Any) -> Any:
 
 
 async def together(values: Iterable[Any]) -> list[Any]:
-    """Resolve ``values`` concurrently; the first error cancels the others."""
+    """Return ``values``, resolved concurrently; the first error cancels the others."""
     tasks = [asyncio.ensure_future(_resolved_in_task(value)) for value in values]
     try:
         return await asyncio.gather(*tasks)
@@ -47,11 +47,11 @@ async def _resolved_in_task(value: Any) -> Any:
     try:
         return await resolved(value)
     except BaseException as error:
-        raise carried(error)  # noqa: B904  (it keeps its cause)
+        raise carried(error)  # noqa: B904  (it keeps its own cause)
 
 
 def _has_awaitable(values: Collection[Any]) -> bool:
-    """Tell whether there is an awaitable in ``values``, or in containers in them."""
+    """Tell whether ``values``, or containers nested in them, hold an awaitable."""
     kinds = set(map(type, values))
     if not kinds <= _PLAIN and any(issubclass(kind, Awaitable) for kind in kinds):
         return True
@@ -63,14 +63,14 @@ def _has_awaitable(values: Collection[Any]) -> bool:
 
 
 def holds_awaitables(samples: Any) -> bool:
-    """Tell whether plain code has returned awaitables, as ``resolved`` finds them.
+    """Tell whether a list of samples holds awaitables, also in containers.
 
-    In a list of samples it searches one tuple, one list and one dict.
+    Of the tuples, lists and dicts in it, only the last of each type is searched.
     """
     if type(samples) is not list:
         return False
     kinds = set(map(type, samples))
-    if kinds <= _PLAIN:  # this is per batch
+    if kinds <= _PLAIN:  # the fast path: this runs for every batch
         return False
     if kinds.isdisjoint(_CONTAINERS):
         return any(issubclass(kind, Awaitable) for kind in kinds)
@@ -78,7 +78,7 @@ def holds_awaitables(samples: Any) -> bool:
 
 
 def close_coroutines(samples: Any) -> None:
-    """Close the coroutines among samples that will not be awaited."""
+    """Close the coroutines in a list of samples, which will not be awaited."""
     if type(samples) is list:
         for sample in samples:
             if isinstance(sample, types.CoroutineType):

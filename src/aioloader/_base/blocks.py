@@ -1,7 +1,7 @@
-"""Blocks: several samples that move together, as a list or as columns.
+"""Blocks: groups of samples that move together, as a list or as columns.
 
-Steps move, cut and permute blocks without touching samples, so columns stay columns
-until a row is requested. A sample that failed is a ``FailedSample`` in a list.
+A pipeline's steps move, cut and permute blocks without reading the samples, so columns
+stay columns until a row is requested. A list holds a failed sample as ``FailedSample``.
 """
 
 import inspect
@@ -24,7 +24,7 @@ class Columns(Protocol):
     def __iter__(self) -> Iterator[Any]: ...
 
     def column(self, name: str) -> list[Any] | None:
-        """Return a column's values, as in rows; None if there is no such column."""
+        """Return a column's values in row order; None if there is no such column."""
         ...
 
     def pick(self, indices: Sequence[int]) -> "Columns":
@@ -32,34 +32,34 @@ class Columns(Protocol):
         ...
 
     def joined(self, blocks: "Sequence[Columns]") -> "Columns | None":
-        """Append ``blocks`` to this one; return None if their columns differ."""
+        """Return this block followed by ``blocks``, or None if their columns differ."""
         ...
 
     def interleaved(self, blocks: "Sequence[Columns]") -> "Columns | None":
-        """Interleave with ``blocks``: the first row of each, the second; or None."""
+        """Return this and ``blocks`` interleaved by row; None if columns differ."""
         ...
 
 
 Block: TypeAlias = list[Any] | Columns
 _BUILTIN = {"builtins", "itertools"}
-# How often an iterator may raise the same error: a broken iterator raises it forever.
+# An iterator that raises the same error this many times in a row counts as ended.
 _MAX_REPEATS = 100
 
 
 @dataclass(eq=False, repr=False)
 class FailedSample:
-    """Placeholder for a sample that could not be read or made."""
+    """Placeholder for a sample that could not be read or transformed."""
 
-    error: BaseException  # why; its message says where
-    is_users: bool = False  # user code raised it, and need not fail again
-    ends: bool = False  # whether the rest of its shard is lost with it
-    then: "Block" = field(default_factory=list)  # what follows it in the same position
+    error: BaseException  # its message or notes say where it failed
+    is_users: bool = False  # raised by user code; a retry may succeed
+    ends: bool = False  # the rest of its shard is lost, too
+    then: "Block" = field(default_factory=list)  # samples after it, at its position
 
 
 def read_block(iterator: Iterator[Any], limit: int) -> tuple[list[Any], bool]:
-    """Return the next samples of a plain iterator, and whether it has ended.
+    """Return a plain iterator's next samples, and whether it has ended.
 
-    A failure is the last sample of its block. A generator that raised has ended.
+    After an error, the block ends in a ``FailedSample``. A generator has then ended.
     """
     block: list[Any] = []
     try:
@@ -78,9 +78,9 @@ def read_block(iterator: Iterator[Any], limit: int) -> tuple[list[Any], bool]:
 async def read_block_async(
     iterator: AsyncIterator[Any], limit: int
 ) -> tuple[list[Any], bool]:
-    """Return the next samples of an async iterator, and whether it has ended.
+    """Return an async iterator's next samples, and whether it has ended.
 
-    A failure is the last sample of its block. A generator that raised has ended.
+    After an error, the block ends in a ``FailedSample``. A generator has then ended.
     """
     block: list[Any] = []
     try:
@@ -104,7 +104,7 @@ class SameErrors:
         self._count = 0
 
     def is_stuck(self, block: Sequence[Any]) -> bool:
-        """Tell whether the latest blocks held only the same error, many times."""
+        """Tell whether ``block`` is the hundredth in a row with only the same error."""
         last = block[-1] if len(block) else None
         if type(last) is not FailedSample:
             self._count = 0
@@ -122,14 +122,14 @@ class SameErrors:
 
 
 def failed(error: BaseException, raiser: str = "the dataset") -> FailedSample:
-    """Return the placeholder for a sample for which ``raiser`` raised an error."""
+    """Return the placeholder of a sample that user code (``raiser``) failed to read."""
     return FailedSample(raisable(error, raiser), is_users=True)
 
 
 def unreadable(block: Block) -> list[int]:
-    """Return the positions of samples or shards that the source could not read.
+    """Return the positions in a block where the source could not read a sample.
 
-    A position that holds several unreadable samples is repeated as often.
+    A position with several such samples is repeated. Errors of user code do not count.
     """
     if not isinstance(block, list) or FailedSample not in set(map(type, block)):
         return []
@@ -143,7 +143,7 @@ def unreadable(block: Block) -> list[int]:
 
 
 def spread(block: Block) -> Block:
-    """Return the block with the samples in ``FailedSample.then`` as its own."""
+    """Return the block with every ``FailedSample.then`` spliced in after its sample."""
     if not isinstance(block, list) or FailedSample not in set(map(type, block)):
         return block
     spread: list[Any] = []
@@ -161,14 +161,14 @@ def pick(block: Block, indices: Sequence[int]) -> Block:
 
 
 def join(blocks: Sequence[Block]) -> Block:
-    """Concatenate ``blocks``, as columns if all have the same."""
+    """Concatenate ``blocks``; the result is a list unless all have the same columns."""
     blocks = [block for block in blocks if len(block)] or blocks[:1]
     joined = _together(blocks, "joined")
     return list(chain.from_iterable(blocks)) if joined is None else joined
 
 
 def interleave(blocks: Sequence[Block]) -> Block:
-    """Interleave ``blocks`` of equal length: the first of each, the second of each."""
+    """Interleave ``blocks`` of equal length: all first samples, all second ones, ..."""
     interleaved = _together(blocks, "interleaved")
     if interleaved is not None:
         return interleaved
@@ -176,7 +176,7 @@ def interleave(blocks: Sequence[Block]) -> Block:
 
 
 def _together(blocks: Sequence[Block], how: str) -> Block | None:
-    """Combine blocks by the method ``how``; None unless all are alike columns."""
+    """Combine blocks by the ``Columns`` method ``how``; None if they do not match."""
     if len(blocks) < 2:
         return blocks[0] if blocks else []
     if isinstance(blocks[0], list) or any(isinstance(b, list) for b in blocks):

@@ -29,12 +29,12 @@ async def in_thread(
     is_quick: bool = False,
     abandon_on_cancel: bool = False,
 ) -> T:
-    """Run a function in a thread; if cancelled, wait for it to end first.
+    """Run a function in a thread; a cancelled task first waits for it to end.
 
-    The function gets a copy of this task's context. ``executor`` provides the thread;
-    None: the loop's default executor. A function that ``is_quick`` costs less than a
-    thread, so it runs here. With ``abandon_on_cancel`` a cancelled task does not wait:
-    for functions on which nothing depends, and which may hang on a server or a mount.
+    The function gets a copy of this task's context. The thread is from ``executor``, or
+    from the loop's default executor if None. With ``is_quick`` the function runs here,
+    as it costs less than a thread. With ``abandon_on_cancel`` a cancelled task does not
+    wait; this is for functions that may hang on a server or a mount.
     """
     if is_quick:
         return function(*args)
@@ -47,9 +47,9 @@ async def in_thread(
 
 
 class finish_despite_cancel(Generic[T]):  # noqa: N801  (awaited like a coroutine)
-    """Await the result of ``work``; if cancelled, wait for it to end first.
+    """Await the result of ``work``; a cancelled task first waits for it to end.
 
-    Tasks take this object for a future (``asyncio.isfuture``) that ends with the work.
+    To asyncio this object is a future (``asyncio.isfuture``) that ends with ``work``.
     """
 
     def __init__(self, work: "asyncio.Future[T]") -> None:
@@ -62,7 +62,7 @@ class finish_despite_cancel(Generic[T]):  # noqa: N801  (awaited like a coroutin
                 yield self
             return self._work.result()
         finally:
-            del self._work  # no frame of an error's traceback holds the error
+            del self._work  # a traceback would keep the error in a reference cycle
             if self._is_cancelled:
                 raise asyncio.CancelledError
 
@@ -78,7 +78,7 @@ class finish_despite_cancel(Generic[T]):  # noqa: N801  (awaited like a coroutin
 
 
 async def to_the_end(wait: Callable[[], Awaitable[T]]) -> T:
-    """Wait, restarting after each cancellation; then raise the last cancellation."""
+    """Await ``wait()``, again after each cancellation; then raise the last of these."""
     cancelled: asyncio.CancelledError | None = None
     try:
         while True:
@@ -92,7 +92,7 @@ async def to_the_end(wait: Callable[[], Awaitable[T]]) -> T:
 
 
 async def cancel(tasks: Iterable["asyncio.Future[Any]"]) -> None:
-    """Cancel tasks, and wait for them to end."""
+    """Cancel the tasks and wait until all have ended; their errors are dropped."""
     tasks = [*tasks]
     for task in tasks:
         task.cancel()
@@ -111,8 +111,8 @@ async def in_order(
 ) -> AsyncGenerator[T, None]:
     """Yield the results of ``function`` in the order of ``addresses``.
 
-    Up to ``_MAX_UNDER_WAY`` calls run at a time. A failure is raised in its turn, and
-    cancels the calls after it. Close the generator if it is not exhausted.
+    Up to ``_MAX_UNDER_WAY`` calls run at a time. An error is raised when its address is
+    next, and cancels the later calls. A caller that stops early closes the generator.
     """
     under_way = deque[asyncio.Task[T]]()
     try:

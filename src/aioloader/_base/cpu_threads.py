@@ -1,7 +1,7 @@
 """Threads that run a loader's plain code: jobs run in order, and none is lost.
 
-Each thread has a queue. A posted job has no future: it stores its own result.
-Posting is safe from any thread, and from finalizers (``SimpleQueue`` is reentrant).
+Each thread has a queue. A posted job has no future, so it stores its result itself.
+Any thread may post, and so may finalizers, because ``SimpleQueue`` is reentrant.
 """
 
 import asyncio
@@ -30,14 +30,14 @@ Job: TypeAlias = Callable[[], object]
 
 # How long the interpreter's exit waits for a thread to finish its job, in seconds.
 _EXIT_GRACE = 2.0
-# Threads for the plain code of all loaders on their callers' loops.
+# Maximum number of threads that all ``SharedThread`` objects of the process borrow.
 _MAX_SHARED = 8
 
 _LOG = logging.getLogger("aioloader")
 
 
 def stack_of(ident: int | None) -> str:
-    """Return the innermost Python frames of a thread, or nothing if it does not run."""
+    """Return the thread's 8 innermost Python frames as text; "" if it does not run."""
     frame = sys._current_frames().get(ident) if ident else None  # noqa: SLF001  (the only way)
     return "".join(traceback.format_stack(frame)[-8:]) if frame else ""
 
@@ -47,7 +47,7 @@ class CpuThread(Executor):
 
     # Set when the thread has ended, or may no longer delay the interpreter's exit.
     quiet: threading.Event
-    is_over: bool = False  # whether no job follows
+    is_over: bool = False  # whether the thread has run its last job
     _is_once = False
 
     def __init__(self, name: str) -> None:
@@ -55,19 +55,19 @@ class CpuThread(Executor):
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self.thread: threading.Thread | None = None
         self._is_stopped = False
-        self._lock = fork_safe(threading.RLock())  # a finalizer may need it too
+        self._lock = fork_safe(threading.RLock())  # a finalizer may need it, too
 
     @classmethod
     def once(cls, name: str = "aioloader-once") -> Self:
-        """Return a thread for one job: an executor's threads may all be waiting."""
+        """Return a new thread for a single job, which no other job can delay."""
         thread = cls(name)
         thread._is_once = True
         return thread
 
     def post(self, job: Job) -> bool:
-        """Run ``job`` after earlier ones; return whether the thread takes jobs.
+        """Queue ``job`` after earlier ones; return False if the thread was stopped.
 
-        The job handles its own errors.
+        The job handles its own errors; others are only logged.
         """
         with self._lock:
             if self._is_stopped:
@@ -80,14 +80,14 @@ class CpuThread(Executor):
         return True
 
     def submit(self, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> Any:
-        """Call ``function`` after earlier jobs; return a future of the running loop."""
+        """Call ``function`` after earlier jobs; return a future on the running loop."""
         future = asyncio.get_running_loop().create_future()
         if not self.post(partial(_fulfil, future, partial(function, *args, **kwargs))):
             raise LoaderClosedError("the thread of the loader has ended; iterate again")
         return future
 
     def post_nowait(self, job: Job) -> None:
-        """Post to a running thread without a lock, for finalizers."""
+        """Post a job to a running thread. Takes no lock: finalizers may call it."""
         self._jobs.put(job)
 
     def stop(self, then: Job) -> None:
@@ -106,36 +106,36 @@ class CpuThread(Executor):
             self.thread.join(timeout)
 
     def ident(self) -> int | None:
-        """Return the identifier of the thread, once it runs."""
+        """Return the thread's ``threading`` identifier; None if it has not started."""
         return self.thread.ident if self.thread else None
 
     def _start(self) -> None:
         run = partial(context_elsewhere().run, self._run)
         self.quiet = fork_safe(threading.Event())
         _STARTED.add(self)
-        self.thread = _daemon(run, self._name)  # the owner stops and joins it
+        self.thread = _daemon(run, self._name)  # its owner stops and joins it
         start_thread(self.thread)
 
     def _run(self) -> None:
         try:
             while (job := self._jobs.get()) is not None:
                 _do(job, self._name)
-                del job  # it may hold a batch
+                del job  # the job may hold a batch
         finally:
             self.is_over = True
             self.quiet.set()
 
     def is_alive(self) -> bool:
-        """Tell whether the thread runs; not in a forked child."""
+        """Tell whether the thread runs; in a forked child it does not."""
         return self.thread is not None and self.thread.is_alive()
 
 
 class SharedThread(CpuThread):
-    """A serial worker thread that is borrowed: jobs run in any free shared thread.
+    """A serial executor without a thread: each job runs in any free shared thread.
 
-    A service has hundreds of loaders, and a thread for each would cost more than their
-    jobs. All loaders share a few threads, which start on demand and end with the last
-    ``SharedThread``.
+    A service may have hundreds of loaders, and a thread for each would cost more than
+    their jobs. All loaders share a few threads, which start on demand. The threads end
+    when the last ``SharedThread`` stops.
     """
 
     def __init__(self, name: str) -> None:
@@ -175,7 +175,7 @@ class SharedThread(CpuThread):
             self._ended.wait(timeout)
 
     def ident(self) -> int | None:
-        """Return the identifier of the thread that is running a job."""
+        """Return the identifier of the thread that runs a job now, or None."""
         return self._ident
 
     def _queue(self) -> None:
@@ -184,7 +184,7 @@ class SharedThread(CpuThread):
             _SHARED.post(self._run_waiting)
 
     def _run_waiting(self) -> None:
-        """Run the waiting jobs; yield the thread if other loaders wait for one."""
+        """Run waiting jobs, until another loader's jobs need the thread."""
         self._ident = threading.get_ident()
         has_more = True
         while has_more:
@@ -208,19 +208,19 @@ class _SharedThreads:
         self.forget()
 
     def forget(self) -> None:
-        """Start over without threads."""
+        """Reset to having no threads, as in a forked child."""
         self._lock = threading.RLock()
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._users = self._threads = self._idle = 0
         self._here = threading.local()
 
     def add_user(self) -> None:
-        """Keep the threads until ``remove_user``."""
+        """Count a ``SharedThread`` as a user of the threads, until ``remove_user``."""
         with self._lock:
             self._users += 1
 
     def remove_user(self) -> None:
-        """End the threads if this was the last user; called in one of them."""
+        """End the threads after the last user; called in one of these threads."""
         with self._lock:
             self._users -= 1
             if not self._users:
@@ -248,9 +248,9 @@ class _SharedThreads:
             self._jobs.put(None)
 
     def is_here(self) -> bool:
-        """Tell whether the calling thread is a shared one.
+        """Tell whether the caller runs in a shared thread.
 
-        There a job that waits for another shared thread might deadlock.
+        A job there that waits for another shared thread may deadlock.
         """
         return bool(getattr(self._here, "is_shared", False))
 
@@ -266,7 +266,7 @@ class _SharedThreads:
 
 _SHARED = _SharedThreads()
 is_shared_thread = _SHARED.is_here
-if hasattr(os, "register_at_fork"):  # a child has none of the threads
+if hasattr(os, "register_at_fork"):  # a forked child has no threads
     os.register_at_fork(after_in_child=_SHARED.forget)
 
 
@@ -276,13 +276,13 @@ def _fulfil(future: "asyncio.Future[T]", job: Callable[[], T]) -> None:
         return
     try:
         settle: Job = partial(future.set_result, job())
-    except BaseException as error:  # raised where it is awaited
-        if isinstance(error, StopIteration):  # no coroutine may raise one
+    except BaseException as error:  # raised where the future is awaited
+        if isinstance(error, StopIteration):  # a future cannot hold one
             stop, error = error, RuntimeError(f"it raised {type(error).__name__}")
             error.__cause__ = stop
         settle = partial(future.set_exception, error)
     call_threadsafe(future.get_loop(), _settle, future, settle)
-    del future, settle  # no frame of the error's traceback holds it
+    del future, settle  # the traceback would keep the error in a reference cycle
 
 
 def _settle(future: "asyncio.Future[T]", settle: Job) -> None:
@@ -303,12 +303,12 @@ def _daemon(run: Callable[[], object], name: str) -> threading.Thread:
 
 
 def refuse_gevent(*, unless: str = "") -> None:
-    """Raise if gevent has patched modules that threads or processes wait with.
+    """Raise if gevent has patched modules that waiting threads or processes use.
 
-    If gevent has patched ``unless``, too, its own threads work, and nothing is raised.
+    If the module ``unless`` is patched, too, gevent's threads work: nothing is raised.
 
     Raises:
-        RuntimeError: If the program would hang.
+        RuntimeError: If gevent's patches would make the program hang.
     """
     patched = [
         *filter(sys.modules["gevent.monkey"].is_module_patched, _WAITING_MODULES)
@@ -325,7 +325,7 @@ def refuse_gevent(*, unless: str = "") -> None:
 def start_thread(thread: threading.Thread) -> None:
     """Start a thread; the interpreter's exit waits up to ``_EXIT_GRACE`` for it."""
     if "gevent.monkey" in sys.modules:
-        refuse_gevent(unless="threading")  # its own threads work
+        refuse_gevent(unless="threading")  # then threads are gevent's, which work
     thread.start()
     for started in list(_THREADS):
         if not started.is_alive():
@@ -336,8 +336,8 @@ def start_thread(thread: threading.Thread) -> None:
 def _await_at_exit() -> None:
     """Let threads finish their jobs and end before the interpreter is finalized.
 
-    Afterwards a thread that runs torch's code without the GIL would abort the process;
-    an idle thread may do so, too, when it frees thread-local data.
+    After that, a thread that runs torch's code without the GIL would abort the process.
+    An idle thread may abort it, too, when it frees thread-local data.
     """
     until = time.monotonic() + _EXIT_GRACE
     running = [cpu for cpu in list(_STARTED) if cpu.is_alive()]
@@ -354,5 +354,5 @@ def _await_at_exit() -> None:
 _STARTED: weakref.WeakSet[CpuThread] = weakref.WeakSet()
 # Running threads; a CpuThread may be collected before its thread ends.
 _THREADS: set[threading.Thread] = set()
-# Finalized after all objects that are made later, such as iterators: they post jobs.
+# Runs at exit after the finalizers registered later, as of iterators: those post jobs.
 weakref.finalize(_STARTED, _await_at_exit)

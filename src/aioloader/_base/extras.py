@@ -1,4 +1,4 @@
-"""Optional dependencies: imported when they are needed, named with their extra."""
+"""Import optional dependencies on demand; errors name the extra that installs them."""
 
 import importlib
 from typing import Any
@@ -10,12 +10,12 @@ def imported(module: str, extra: str, why: str) -> Any:
     """Return a module of an optional dependency.
 
     Args:
-        module: Its name.
-        extra: The extra of aioloader that installs it.
-        why: What needs it, and its name: ``"from_arrow needs pyarrow"``.
+        module: The module's name.
+        extra: The extra of aioloader that installs the module.
+        why: Start of the error message: ``"from_arrow needs pyarrow"``.
 
     Raises:
-        ImportError: If it is not installed; says how to install it.
+        ImportError: If the module is not installed; the message says how to install it.
     """
     try:
         return importlib.import_module(module)

@@ -1,6 +1,6 @@
 """The policy for samples that failed: raise, skip or replace, within a budget.
 
-Pure and synchronous; one policy per iteration, shared by the threads that read.
+The code does no I/O. Each iteration has one policy, which its reading threads share.
 """
 
 import math
@@ -13,14 +13,14 @@ from typing import Any, Final, Literal, TypeAlias
 from aioloader._base.forks import fork_safe
 from aioloader.errors import FailureBudgetError
 
-_MAX_FAILURES = 1000  # how many are kept
-# If an epoch's length is unknown: after how many samples a share is judged before the
-# end, and how many standard deviations above it failures may then be.
+_MAX_FAILURES = 1000  # how many failures a policy keeps
+# For an epoch of unknown length, a limit that is a share applies before the end: from
+# this many samples on, to failures more than this many standard deviations above it.
 _ENOUGH_SAMPLES, _DEVIATIONS = 1000, 5
 
 
 class _SkipType:
-    """The type of ``SKIP``."""
+    """The type of ``SKIP``, which unpickles as the same object."""
 
     def __repr__(self) -> str:
         return "SKIP"
@@ -54,7 +54,7 @@ class Failure:
     error: Exception
 
     def describe(self) -> str:
-        """Return where it failed, as in the notes of exceptions."""
+        """Return where the sample failed, as text for error notes."""
         return (
             f"in stage {self.stage!r} of epoch {self.epoch}, batch {self.batch}, "
             f"sample index {self.index!r}"
@@ -75,16 +75,16 @@ class Skip:
     Args:
         at_most: Failed samples allowed per epoch and rank, in all: a count such as
             ``10``, or a share such as ``0.01`` (one is always allowed); ``None``: no
-            limit. The share is of the rank's samples in an epoch; if their number is
-            unknown, as of a stream, of those tried, at the end, or from 1,000 on if
-            chance does not explain the failures. A resumed epoch counts failures from
-            where it resumes.
+            limit. A share is of the rank's samples in an epoch. If a stream's length is
+            unknown, it is of the samples tried, and applies at the end, or from 1,000
+            samples on if chance cannot explain the failures. A resumed epoch counts
+            failures from where it resumes.
         instead: Maps a ``Failure`` to a sample to use instead, or to ``SKIP``; it may
             raise. ``None``: failed samples are left out, and their batch is smaller.
 
     Raises:
-        ValueError: If the limit is negative, or not a share between 0 and 1.
-        TypeError: If the limit is not a number, or ``instead`` not a function.
+        ValueError: If ``at_most`` is negative, or a float that is not below 1.0.
+        TypeError: If ``at_most`` is not a number, or ``instead`` is not callable.
     """
 
     at_most: float | None = None
@@ -106,7 +106,7 @@ class Skip:
                 "pass 1, a share below 1.0, or None for no limit"
             )
         most = 1.0 if isinstance(limit, float) else math.inf
-        if not 0 <= limit <= most:  # nor is NaN
+        if not 0 <= limit <= most:  # NaN fails this, too
             raise ValueError(
                 "Skip.at_most must be a count of at least 0 or a share below 1.0, got "
                 f"{limit!r}"
@@ -117,7 +117,7 @@ OnError: TypeAlias = Literal["raise", "skip"] | Callable[[Failure], Any]
 
 
 def parts_of(on_error: OnError | Skip) -> tuple[OnError, float | None]:
-    """Return what happens to a failed sample, and how many may fail.
+    """Return the action for failed samples and the limit of failures, if any.
 
     Raises:
         ValueError: If ``on_error`` is neither a known word, a ``Skip`` nor a callable.
@@ -147,15 +147,15 @@ class FailurePolicy:
         self.on_error = on_error
         self.at_most = at_most
         self._total = total  # samples in the epoch, if known
-        self._before = before  # of them, those that an earlier run has tried
-        self.attempted: int = 0  # samples that were tried
-        self.count: int = 0  # of them, those that failed and were skipped or replaced
-        self.retries: int = 0  # of reads
+        self._before = before  # of these, how many an earlier run has tried
+        self.attempted: int = 0  # samples tried so far
+        self.count: int = 0  # of these, how many failed and were skipped or replaced
+        self.retries: int = 0  # repeated reads; in a worker, since `take_retries`
         self.latest: deque[Failure] = deque(maxlen=_MAX_FAILURES)
         self._lock = fork_safe(threading.Lock())
 
     def begin(self, samples: int) -> None:
-        """Count samples about to be tried; a negative number takes them back."""
+        """Count samples about to be tried; a negative number subtracts some."""
         with self._lock:
             self.attempted += samples
 
@@ -163,7 +163,7 @@ class FailurePolicy:
         """Apply a share as the limit at the end of an epoch of unknown length.
 
         Raises:
-            FailureBudgetError: If too many have failed.
+            FailureBudgetError: If more samples have failed than the share allows.
         """
         with self._lock:
             count, latest = self.count, list(self.latest)[-1:]
@@ -177,17 +177,17 @@ class FailurePolicy:
             self.retries += count
 
     def take_retries(self) -> int:
-        """Return the number of retries since the last call, for the loader to count."""
+        """Return a worker's retries since the last call, for the loader to count."""
         with self._lock:
             count, self.retries = self.retries, 0
         return count
 
     def resolve(self, failure: Failure) -> Any:
-        """Return a sample to use instead, or ``SKIP``; or raise.
+        """Return the sample that replaces a failed one, or ``SKIP``.
 
         Raises:
-            BaseException: The user's error with a note, if the policy is to raise, or
-                if it is not an ``Exception``; or what ``on_error`` raises.
+            BaseException: The user's error with a note, if the policy is to raise or
+                the error is no ``Exception``. Also any error that ``on_error`` raises.
             FailureBudgetError: If the budget is exceeded.
         """
         if self.on_error == "raise" or not isinstance(failure.error, Exception):
@@ -200,12 +200,12 @@ class FailurePolicy:
             except BaseException as error:
                 noted(error, f"in on_error, for a failure {failure.describe()}")
                 raise
-        # The list must not keep the traceback's frames alive, which hold batches.
+        # `latest` must not keep the traceback's frames alive, which hold batches.
         failure.error.__traceback__ = None
         return replacement
 
     def count_in(self, failure: Failure) -> None:
-        """Count a failure that was skipped or replaced, here or in a worker.
+        """Count a sample that was skipped or replaced, here or in a worker.
 
         Raises:
             FailureBudgetError: If the budget is exceeded.
@@ -238,7 +238,7 @@ class FailurePolicy:
 
 
 def noted(error: BaseException, where: str) -> BaseException:
-    """Add a note to ``error`` that says where it was raised, once; return it."""
+    """Return ``error`` with a note that says where it was raised, added only once."""
     note = f"aioloader: {where}"
     if note not in getattr(error, "__notes__", ()):
         error.add_note(note)

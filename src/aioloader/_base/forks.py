@@ -1,10 +1,10 @@
-"""Clean-up in forked children: locks that other threads held, inherited descriptors.
+"""Clean up forked children: locks that other threads held, and inherited descriptors.
 
 A lock that another thread holds at a fork stays locked in the child, where that thread
 does not exist. A child's copy of a socket would keep a worker from noticing that the
-loader has ended. An open file has one position, shared by parent and children. The code
-that runs in a child sends nothing and takes no lock. The garbage collector's switch is
-here, too, because a child inherits it.
+loader has ended. Parent and children share an open file's position. The clean-up sends
+nothing and takes no lock. This module also turns the garbage collector off and on,
+because a child inherits that setting.
 """
 
 import contextlib
@@ -21,13 +21,13 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-# The primitives of ``threading`` compare by identity.
+# Locks and events to reset in children; all of them compare by identity.
 _PRIMITIVES: "weakref.WeakSet[Any]" = weakref.WeakSet()
 _CLOSERS: "list[weakref.WeakMethod[Callable[[], object]]]" = []
 
 
 def fork_safe(primitive: T) -> T:
-    """Return a lock or event of ``threading`` that is free in every forked child.
+    """Return ``primitive``, a lock or event; every forked child resets it.
 
     An ``RLock`` that the forking thread itself holds stays locked: the child runs the
     code that releases it.
@@ -44,14 +44,14 @@ def close_in_children(close: Callable[[], object]) -> None:
 
 
 _CLOSERS_LOCK = fork_safe(threading.RLock())
-# One thread at a time: a second one would take the collector for turned off.
+# One thread at a time: a second one would find the collector off and leave it off.
 _COLLECTOR_LOCK = fork_safe(threading.RLock())
 _is_importing = False
 
 
 @contextlib.contextmanager
 def without_collector() -> Iterator[bool]:
-    """Turn the garbage collector off; yield whether it is otherwise on."""
+    """Turn the garbage collector off; yield whether it was on before."""
     with _COLLECTOR_LOCK:
         is_on = gc.isenabled()
         gc.disable()
@@ -63,7 +63,7 @@ def without_collector() -> Iterator[bool]:
 
 
 def are_imported(names: tuple[str, ...]) -> bool:
-    """Tell whether modules are imported, also by threads that have begun to."""
+    """Tell whether all modules are imported completely, not just in progress."""
     modules = map(sys.modules.get, names)
     return all(
         module and not getattr(module.__spec__, "_initializing", False)
@@ -72,7 +72,7 @@ def are_imported(names: tuple[str, ...]) -> bool:
 
 
 def import_modules(names: tuple[str, ...]) -> None:
-    """Import modules with the garbage collector off: what imports make stays alive.
+    """Import modules with the garbage collector off, as imported objects stay alive.
 
     With torch loaded, one full collection takes as long as all these imports.
     """
@@ -89,14 +89,14 @@ def import_modules(names: tuple[str, ...]) -> None:
 
 
 def _renew() -> None:
-    if _is_importing:  # in another thread, which the child does not have
+    if _is_importing:  # another thread was importing, which the child does not have
         gc.enable()
-    # The list of references: another thread may have been changing the set itself.
+    # Copy the references first: another thread may have been changing the set.
     for reference in list(_PRIMITIVES.data):  # type: ignore[attr-defined]
         primitive = reference()
         is_owned = getattr(primitive, "_is_owned", bool)
         if primitive is not None and not is_owned():
-            primitive._at_fork_reinit()  # noqa: SLF001  (as threading's own classes do)
+            primitive._at_fork_reinit()  # noqa: SLF001  (as in threading)
     for known in _CLOSERS:
         close = known()
         if close is not None:
@@ -109,10 +109,10 @@ with contextlib.suppress(AttributeError):  # Windows has no forks
 
 
 def reopen_files() -> None:
-    """Reopen each file that is open for reading only, at the same position.
+    """Reopen each regular file that is open only for reading, at the same position.
 
     Otherwise a seek in one process would move the reads of the others. Files open for
-    writing, such as logs, stay shared: each process appends after the others.
+    writing, such as logs, stay shared, so that no process overwrites another's text.
     """
     try:
         numbers = [int(path.name) for path in Path("/proc/self/fd").iterdir()]
@@ -121,7 +121,7 @@ def reopen_files() -> None:
     import fcntl
 
     for number in numbers:
-        with contextlib.suppress(OSError):  # such as the listing's own, closed by now
+        with contextlib.suppress(OSError):  # such as the listing's own, now closed
             flags = fcntl.fcntl(number, fcntl.F_GETFL)
             is_read = flags & (os.O_ACCMODE | os.O_PATH) == os.O_RDONLY
             if is_read and stat.S_ISREG(os.fstat(number).st_mode):

@@ -1,10 +1,10 @@
-"""Format numbers: durations in fitting units, aligned tables."""
+"""Format numbers as text: durations, speed-ups and aligned tables."""
 
 from collections.abc import Sequence
 
 
 def seconds_text(seconds: float) -> str:
-    """Return a duration with three digits: ``"12.3 ms"``."""
+    """Return a duration with three significant digits: ``"12.3 ms"``."""
     if not seconds:
         return "0 s"
     # The next unit starts where three digits would round up to it.

@@ -1,6 +1,6 @@
 """The cores and the memory that this process may use, also in a container.
 
-The kernel serves these reads from memory, so they never wait for a disk.
+The files read here are the kernel's (/proc, /sys): reads never wait for a disk.
 """
 
 import contextlib
@@ -15,17 +15,17 @@ from typing import NamedTuple
 import numpy as np
 
 _GROUPS = Path("/sys/fs/cgroup")
-_UNLIMITED = 1 << 60  # cgroup version 1 has a number near 2 ** 63 for no limit
+_UNLIMITED = 1 << 60  # cgroup version 1 writes a number near 2 ** 63 for no limit
 
 
 def cores(groups: Path = _GROUPS) -> int:
-    """Return how many cores this process may use; with several ranks, its share."""
+    """Return how many cores this process may use; a machine's ranks share them."""
     count = float(os.cpu_count() or 1)
     if hasattr(os, "sched_getaffinity"):  # Linux
         count = float(len(os.sched_getaffinity(0)))
-    # A group's quota and period, of either version.
+    # The cgroup's quota and period of processor time, in versions 2 and 1.
     for names in ("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"):
-        with contextlib.suppress(OSError, ValueError):  # "max" is no quota, nor is -1
+        with contextlib.suppress(OSError, ValueError):  # "max" and -1: no quota
             texts = [_read(groups / name) for name in names]
             quota, period = map(int, " ".join(texts).split())
             count = min(count, quota / period) if quota > 0 else count
@@ -36,19 +36,19 @@ def cores(groups: Path = _GROUPS) -> int:
 
 @functools.cache
 def lack_of_linux() -> str:
-    """Return what Linux's worker processes need and this system lacks, or ""."""
+    """Return what worker processes need and this system lacks; "" if nothing."""
     if not sys.platform.startswith("linux"):
         return "Linux"
     for name, argument in (("memfd_create", "aioloader"), ("pidfd_open", os.getpid())):
         try:
             os.close(getattr(os, name)(argument))
-        except (AttributeError, OSError) as error:  # an old glibc; gVisor, RHEL 8
+        except (AttributeError, OSError) as error:  # old glibc, gVisor, RHEL 8
             return f"os.{name} ({error})"
     return ""
 
 
 def memory_left(groups: Path = _GROUPS) -> int:
-    """Return how many bytes this process could still use, memory files included."""
+    """Return how many bytes this process can still allocate, memfd files included."""
     left = _UNLIMITED
     with contextlib.suppress(OSError, ValueError):  # only Linux has it
         words = _read(Path("/proc/meminfo")).replace(":", "").split()
@@ -65,24 +65,24 @@ def memory_left(groups: Path = _GROUPS) -> int:
 
 
 class RunTimes(NamedTuple):
-    """A thread's times as the kernel counts them, in seconds; else zeros."""
+    """A thread's times in seconds, as the kernel counts them; 0 where unknown."""
 
     cpu: float = 0.0  # its processor time
-    delayed: float = 0.0  # how long it was ready to run and waited for a processor
+    delayed: float = 0.0  # the time it was ready to run and waited for a processor
 
     def __sub__(self, before: "RunTimes") -> "RunTimes":
         return RunTimes(self.cpu - before.cpu, self.delayed - before.delayed)
 
 
 def run_times(thread: int | None = None) -> RunTimes:
-    """Return the times of a thread, by its native number; by default the caller's."""
+    """Return a thread's times; ``thread``: its native id, by default the caller's."""
     cpu = delayed = 0.0
     with contextlib.suppress(OSError, ValueError):  # only Linux has it
         if thread is None:
             # One call: a Ctrl-C after opening would leave a descriptor open.
             path = "/proc/thread-self/schedstat"
             times = np.fromfile(path, np.int64, sep=" ").tolist()
-        else:  # it may end meanwhile, and then `fromfile` leaves a file open
+        else:  # if the thread ends meanwhile, `fromfile` leaves a file open
             words = _read(Path(f"/proc/self/task/{thread}/schedstat")).split()
             times = list(map(int, words))
         cpu, delayed, _ = times
@@ -90,7 +90,7 @@ def run_times(thread: int | None = None) -> RunTimes:
 
 
 def _cached(group: Path) -> int:
-    """Return the bytes of cached files, which the kernel evicts first."""
+    """Return the bytes of a cgroup's cached files, which the kernel evicts first."""
     words = _read(group / "memory.stat").split()
     stat = dict(zip(words[::2], map(int, words[1::2]), strict=True))
     return stat["active_file"] + stat["inactive_file"]

@@ -2,7 +2,7 @@
 
 An ``Exception`` keeps its type. An error that would silently end a loop, a generator or
 a task (``StopIteration``...) becomes the cause of a ``RuntimeError``. Exits stay exits.
-Only a cancellation of the task itself ends it, not one of an awaitable.
+A task ends if it is cancelled itself, but not if an awaitable in it is cancelled.
 """
 
 import asyncio
@@ -12,13 +12,13 @@ from typing import Any
 
 from aioloader.errors import LoaderClosedError
 
-# Loops, generators and tasks take these for their own end.
+# Loops, generators and tasks end silently when they get one of these.
 STOPS = (StopIteration, StopAsyncIteration, GeneratorExit, asyncio.CancelledError)
 _EXITS = (KeyboardInterrupt, SystemExit)
 
 
 def raisable(error: BaseException, raiser: str) -> BaseException:
-    """Return the form in which the consumer gets an error that ``raiser`` raised."""
+    """Return the error to raise in the consumer for one that ``raiser`` raised."""
     if isinstance(error, WrappedExit):
         return error.error
     if not isinstance(error, STOPS):
@@ -31,9 +31,9 @@ def raisable(error: BaseException, raiser: str) -> BaseException:
 
 
 def ends_task(error: BaseException) -> bool:
-    """Tell whether ``error`` ends the current task; if not, user code raised it.
+    """Tell whether ``error`` must end the current task; if not, user code raised it.
 
-    A cancelled task counts its cancellations; a coroutine that is closed has no task.
+    It must if the task itself was cancelled, or a coroutine without a task is closed.
     """
     if not isinstance(error, (asyncio.CancelledError, GeneratorExit)):
         return False
@@ -49,7 +49,7 @@ def ends_task(error: BaseException) -> bool:
 class FailedState:
     """An error of a user's ``state_dict``, in place of the state.
 
-    It is raised only where the state is used; a pickle keeps its text.
+    The error is raised only where the state is used. A pickle keeps only its text.
     """
 
     def __init__(self, error: BaseException) -> None:
@@ -67,19 +67,19 @@ def saved_state(part: Any) -> Any:
     except (Exception, *STOPS) as error:
         name = type(part).__name__
         error.add_note(f"aioloader: in the state_dict() of {name}")
-        # No variable holds the result: its traceback has this frame.
+        # Return it directly: a variable would be in this frame, so in its traceback.
         return FailedState(raisable(error, name))
 
 
 def usable(state: Any) -> Any:
-    """Return a state; raise the error if it is a ``FailedState``."""
+    """Return ``state``, or raise its error if it is a ``FailedState``."""
     if isinstance(state, FailedState):
         raise state.error
     return state
 
 
 class WrappedExit(Exception):  # noqa: N818  (it holds an error)
-    """Carries an exit of user code out of a task: a bare one would stop the loop."""
+    """Wrapper that carries an exit out of a task; unwrapped, it would stop the loop."""
 
     def __init__(self, error: BaseException) -> None:
         super().__init__(error)
@@ -87,10 +87,10 @@ class WrappedExit(Exception):  # noqa: N818  (it holds an error)
 
 
 def carried(error: BaseException) -> BaseException:
-    """Return ``error``, wrapped if it is an exit, to be raised in a task."""
+    """Return the error to raise in a task: ``error``, wrapped if it is an exit."""
     return WrappedExit(error) if isinstance(error, _EXITS) else error
 
 
 def iterator_closed() -> LoaderClosedError:
-    """Return the error of a step that was under way when its iterator was closed."""
+    """Return the error for a call that runs while its iterator is closed."""
     return LoaderClosedError("the iterator was closed; make a new one")

@@ -1,7 +1,7 @@
-"""The key-value store of ranks, and which rank waits longest for data.
+"""The key-value store that ranks share, and which rank waits longest for data.
 
-The store is torch's process group's, or the user's. Operations block. They use separate
-connections, because torch's holds a lock. No rank waits for another here.
+The user or torch's process group provides the store. Operations block and use new
+connections, because torch locks a busy one. No function here waits for other ranks.
 """
 
 import json
@@ -19,25 +19,24 @@ from aioloader._base.formatting import seconds_text
 
 # torch's type stubs do not name the stores.
 dist: Any = torch.distributed
-# Seconds that one operation of the store may take, and that a rank waits for the other
-# ranks (as in torch's process groups), unless `agree` says otherwise.
+# Defaults in seconds, which `agree` can change: for one operation of the store, and for
+# waiting for the other ranks (as in torch's process groups).
 TIMEOUT = 60.0
 PATIENCE = 1800.0
-# With the process id, it tells a process from all others of a run.
+# With the process id, this token identifies a process among all of a run.
 _TOKEN = os.urandom(4).hex()
 
 
 class RankStore:
-    """The store through which ranks agree.
+    """The store through which ranks agree; picklable if it can be reopened.
 
-    A store of ``torch.distributed``; None: the process group's store when an iteration
-    begins, if there is a group. ``timeout`` bounds each operation, and each wait for
-    other ranks, in seconds.
+    ``store``: of ``torch.distributed``; if None, ``resolved`` returns the process
+    group's. ``timeout``: limit in seconds on each operation and wait for other ranks.
     """
 
     def __init__(self, store: Any = None, timeout: float | None = None) -> None:
         self._store = store
-        # Opens it again, in another process too; None: it cannot be.
+        # Opens the store again, in any process; None if that is impossible.
         self._again = None if store is None else _opener_of(store)
         self._timeout = timeout
         self._process = f"{_TOKEN}.{os.getpid()}"
@@ -46,15 +45,15 @@ class RankStore:
     def process(self) -> int | str:
         """The identity of this process; in a worker, of its loader's process.
 
-        It is the rank in the process group, if there is a group. A loader's rank would
-        not do: several processes may read the part of one rank.
+        With a process group, it is the rank there. A loader's rank would not identify a
+        process, because several processes may read one rank's part.
         """
         place = group()
         return self._process if place is None else place[0]
 
     @property
     def patience(self) -> float:
-        """Seconds that a rank waits for others."""
+        """How many seconds a rank waits for the other ranks."""
         return PATIENCE if self._timeout is None else self._timeout
 
     def resolved(self) -> "RankStore | None":
@@ -66,7 +65,7 @@ class RankStore:
         return RankStore(dist.distributed_c10d._get_default_store(), self._timeout)  # noqa: SLF001
 
     def open(self) -> Any:
-        """Return a new connection to the store. Blocks."""
+        """Return a new connection, or the store if it cannot be reopened. Blocks."""
         seconds = TIMEOUT if self._timeout is None else self._timeout
         timeout = timedelta(seconds=seconds)
         store = self._store if self._again is None else self._again(timeout=timeout)
@@ -92,14 +91,14 @@ class RankStore:
 
 
 def group() -> tuple[int, int] | None:
-    """Return this process's rank in the process group and the group's size, if any."""
+    """Return this process's rank and the process group's size; None without a group."""
     if not (dist.is_available() and dist.is_initialized()):
         return None
     return dist.get_rank(), dist.get_world_size()
 
 
 def _opener_of(store: Any) -> "partial[Any] | None":
-    """Return a function that opens a store again, given a timeout, if possible."""
+    """Return a function that reopens a store with a timeout; None if impossible."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     if isinstance(store, dist.TCPStore):
@@ -109,13 +108,13 @@ def _opener_of(store: Any) -> "partial[Any] | None":
     return partial(_file_store, path=store.path) if is_file else None
 
 
-def _file_store(path: str, timeout: timedelta) -> Any:  # noqa: ARG001  (of TCPStore)
-    Path(path).parent.stat()  # a store would wait for minutes
+def _file_store(path: str, timeout: timedelta) -> Any:  # noqa: ARG001  (as in TCPStore)
+    Path(path).parent.stat()  # without the folder, the store would wait for minutes
     return dist.FileStore(path)
 
 
 def key_of(subject: Any) -> str:
-    """Return the prefix of the keys for ``subject`` in this run."""
+    """Return the prefix for the store's keys about ``subject``, unique to this run."""
     run = ".".join(
         os.environ.get(f"TORCHELASTIC_{name}", "")
         for name in ("RUN_ID", "RESTART_COUNT")
@@ -131,14 +130,14 @@ def digest(value: Any) -> str:
 def slowest_rank(name: str, epoch: int, waited: float, batches: int) -> tuple[str, ...]:
     """Return sentences that say which rank waits longest for data.
 
-    This rank writes its numbers to the store of the process group, over its earlier
-    numbers, and reads those that other ranks have written so far.
+    This rank replaces its numbers in the process group's store and reads the numbers
+    that other ranks have written so far.
 
     Args:
-        name: What ranks compare, such as ``"train"``.
-        epoch: The epoch; numbers of other epochs do not count.
-        waited: Seconds that this rank waited for batches.
-        batches: For how many.
+        name: Name that ranks use for the compared loader, such as ``"train"``.
+        epoch: The epoch number; numbers of other epochs do not count.
+        waited: Seconds that this rank waited for batches, in total.
+        batches: How many batches it waited for.
     """
     place, ranks_store = group(), RankStore().resolved()
     if place is None or ranks_store is None:

@@ -1,8 +1,8 @@
-"""Records of batches, always kept: a few clock readings of each of the latest ones.
+"""Records of the latest batches: a few clock readings of each.
 
-All statistics of a loader are computed from these records on request; the hot path
-appends one tuple per batch. The clock is ``time.perf_counter``, which all processes of
-a machine share; times of workers on other machines are converted (``remote_tasks``).
+A loader always keeps them, and computes all its statistics from them on request. The
+hot path appends one tuple per batch. The clock is ``time.perf_counter``, which all
+processes of a machine share. ``remote_tasks`` converts times of other machines.
 """
 
 import time
@@ -17,32 +17,32 @@ from aioloader._base.machine import RunTimes, run_times
 
 T = TypeVar("T")
 
-# Batches whose records are kept.
+# How many batches of an epoch have their records kept: the latest ones.
 KEPT = 1024
 # Processor time and bytes are measured for one batch in this many, from the second on
 # (the first is atypical), and for a few early ones, because epochs may be short.
 _CLOCKED_EVERY, _CLOCKED_EARLY = 16, frozenset((3, 7, 15))
-# Seconds: a quicker batch cannot have waited for a processor often.
+# In seconds; a faster batch can hardly have waited for a processor.
 _QUICK_BATCH = 5e-4
-_MEASURED_ITEMS = 16  # of a batch
+_MEASURED_ITEMS = 16  # of a batch; the bytes of the others are extrapolated
 _SIZES = {int: 8, float: 8, bool: 8, type(None): 8}
 
-# When and where a batch was made; clock readings in seconds. A plain tuple costs a
-# fifth of a named one.
+# Clock readings, in seconds, of a batch's stages. A plain tuple costs a fifth of a
+# named one.
 BatchTimes: TypeAlias = tuple[
-    float,  # reading started; for a stream, the batch was requested
-    float,  # all of its samples were read
-    float,  # transform and collate started; later than that if they waited
-    float,  # all of its samples were transformed
-    float,  # it was collated
-    # Seconds that coroutines took for single samples, summed over these: to read them,
-    # or else to transform them; 0 if there were none.
+    float,  # reading started; in a stream, when the batch was requested
+    float,  # reading ended
+    float,  # transform and collate started; they may have waited after reading
+    float,  # transforming ended
+    float,  # collating ended
+    # Seconds that coroutines took per sample, summed over the samples: to read them, or
+    # to transform them if plain code read them; 0 without coroutines.
     float,
-    # Seconds of processor time of the plain code that made it, reads included unless
-    # coroutines did them; measured for some batches only, otherwise 0.
+    # Processor time of the plain code that made the batch; reads by coroutines are not
+    # included. Measured for some batches (`is_clocked`), otherwise 0.
     float,
-    # Seconds in which that code was ready to run and waited for a processor; measured
-    # with the processor time, where the system tells.
+    # Seconds in which that code was ready to run and waited for a processor. Measured
+    # with the processor time, on Linux only.
     float,
 ]
 RecordTuple: TypeAlias = tuple[int, float, float, int, int, BatchTimes, float]
@@ -50,14 +50,14 @@ NOT_MADE: BatchTimes = (0.0,) * 8
 
 
 def is_clocked(number: int) -> bool:
-    """Tell whether processor time and bytes of this batch are measured."""
+    """Tell whether processor time and bytes of batch ``number`` are measured."""
     return number % _CLOCKED_EVERY == 1 or number in _CLOCKED_EARLY
 
 
 def thread_clocks(number: int, seconds: float = 1.0) -> RunTimes | None:
-    """Return this thread's times; None for most batches: reading them takes 20 us.
+    """Return this thread's times; None for most batches, as reading takes 20 us.
 
-    The waits for a processor are read only if the batch before was slow.
+    ``seconds``: how long the previous batch took. If short, ``delayed`` is not read.
     """
     if not is_clocked(number):
         return None
@@ -65,37 +65,37 @@ def thread_clocks(number: int, seconds: float = 1.0) -> RunTimes | None:
 
 
 def spent(since: RunTimes) -> RunTimes:
-    """Return the times that this thread has spent since ``since`` was read."""
+    """Return the times of this thread since ``thread_clocks`` returned ``since``."""
     if since.delayed < 0:
         return RunTimes(time.thread_time() - since.cpu)
     return run_times() - since
 
 
 class BatchRecord(NamedTuple):
-    """One delivered batch."""
+    """The record of one delivered batch; clock readings in seconds."""
 
-    number: int  # place in the epoch
-    asked: float  # when its consumer asked for it
-    taken: float  # when the consumer got it
+    number: int  # position in the epoch, from 0
+    asked: float  # when the consumer requested it
+    taken: float  # when the consumer received it
     worker: int  # number of the worker that made it; 0 without workers
     samples: int  # how many samples it has
     made: BatchTimes
-    # Seconds of these in which indices were drawn, of this batch or later ones.
+    # Seconds between ``asked`` and ``taken`` in which indices of batches were drawn.
     drawn: float = 0.0
 
 
 class Copy(NamedTuple):
     """One batch that was moved to a device; clock readings in seconds."""
 
-    number: int  # place in the epoch
-    asked: float  # when there was room for it on the device
-    began: float  # when the loader's thread started to move it
-    ended: float  # when its copy was observed to have ended
+    number: int  # position in the epoch, from 0
+    asked: float  # when the device had room for it
+    began: float  # when the loader's thread started the copy
+    ended: float  # when the loader noticed that the copy had ended
     nbytes: int  # bytes copied
 
 
 class Latest(deque[T]):
-    """The latest records of one epoch; sinks get each later record, too."""
+    """The latest records of one epoch; sinks are called with each new record."""
 
     append: Callable[[T], None]
 
@@ -104,7 +104,7 @@ class Latest(deque[T]):
         self._sinks: tuple[Callable[[T], None], ...] = ()
 
     def add_sink(self, sink: Callable[[T], None]) -> None:
-        """Call ``sink`` with each later record, in the thread that adds it."""
+        """Call ``sink`` with each new record, in the thread that appends the record."""
         self._pass_to((*self._sinks, sink))
 
     def remove_sink(self, sink: Callable[[T], None]) -> None:
@@ -120,54 +120,54 @@ def _add(sinks: tuple[Callable[[T], None], ...], record: T) -> None:
         append(record)
 
 
-# The latest batches of one epoch; added by the consumer.
+# The latest batches of one epoch; the consumer's thread appends them.
 Records: TypeAlias = Latest[RecordTuple]
 
 
 @dataclass(eq=False, repr=False)
 class RecordedSettings:
-    """How a loader was set up for an epoch, as far as its speed depends on it."""
+    """The settings of a loader in an epoch that decide its speed."""
 
     # Where batches are made. ``"inline"``: in the consumer's thread, on request.
-    # ``"thread"``: by plain code in another thread. ``"loop"``: read by coroutines, on
-    # the loader's event loop or the consumer's. ``"workers"``: by workers.
+    # ``"thread"``: by plain code in another thread. ``"loop"``: coroutines read, on the
+    # loader's event loop or the consumer's. ``"workers"``: in workers.
     place: Literal["inline", "thread", "loop", "workers"]
-    workers: int = 0  # number of workers; 0 without
+    workers: int = 0  # number of workers
     worker_kind: str = ""  # "process", "thread", or the name of an executor's class
     reads_in_workers: bool = False  # whether workers read the samples
-    # How many samples coroutines of each reader read, or transform, at a time; 1
+    # How many samples the coroutines of each reader read or transform concurrently; 1
     # without coroutines.
     concurrency: int = 1
     reads_async: bool = True  # whether coroutines read, if there are any
     # Whether coroutines transform batches that have been read.
     transforms_async: bool = False
-    # Limit on batches requested and not delivered; None if it follows their sizes or
-    # speed; 0 if a batch only starts when requested.
+    # Limit on batches started and not yet delivered; None if it follows their sizes or
+    # speed; 0 if a batch starts only when the consumer requests it.
     window: int | None = 1
     batch_size: int | None = 1  # samples per batch; None if a batch sampler decides
-    is_stream: bool = False  # whether an iterable is read, block by block
+    is_stream: bool = False  # whether an iterable is read, in blocks
     # Whether each worker iterates over a copy of the user's iterable.
     is_replicated: bool = False
     in_order: bool = True  # whether batches are delivered in the sampler's order
-    # How many batches are moved to the device ahead, or page-locked or passed to
-    # ``Device.transform``; 0 without such a stage.
+    # How many batches the device stage keeps ready: moved to the device, page-locked or
+    # passed to ``Device.transform``; 0 without this stage.
     on_device: int = 0
-    stays_on_host: bool = False  # whether there is such a stage without a device
+    stays_on_host: bool = False  # whether the device stage moves nothing to a device
     is_persistent: bool = False  # whether workers are kept between epochs
-    start_method: str = "fork"  # how worker processes start, or would start
-    sampler: str = ""  # class of the sampler, or batch sampler, that draws indices
-    cores: int = 1  # how many cores this process may use; filled in when needed
-    # How many of them it has used meanwhile, worker processes not included; 0 if not
-    # known. Filled in when needed, as is the rest.
+    start_method: str = "fork"  # of worker processes, if there were any
+    sampler: str = ""  # class name of the sampler or batch sampler
+    cores: int = 1  # how many this process may use; set on demand
+    # How many cores this process has used, without its worker processes; 0 if unknown.
+    # Set on demand, as are the next two fields.
     used: float = 0.0
-    epochs_before: int = 0  # how many epochs were before this one
-    length: int = 0  # how many batches this one has; so far, if it has no length
-    # Arguments that advice leaves out: they have no effect here, or are "auto".
+    epochs_before: int = 0  # how many epochs the loader ran before this one
+    length: int = 0  # batches in this epoch; without a length: so far
+    # Arguments that advice must not change: they have no effect, or are "auto".
     fixed: tuple[str, ...] = ()
 
     @property
     def is_coupled(self) -> bool:
-        """Whether one thread reads, transforms and collates a batch in one go."""
+        """Whether one call of plain code reads, transforms and collates a batch."""
         if self.place == "workers":
             is_plain = self.concurrency == 1 or not self.reads_async
             return self.reads_in_workers and is_plain and not self.transforms_async
@@ -182,13 +182,13 @@ class RecordedSettings:
 
     @property
     def reading_lanes(self) -> int:
-        """How many reads run at a time: of batches if coupled, or of samples."""
+        """How many reads run concurrently: of batches if coupled, else of samples."""
         is_one_by_one = self.is_coupled or self.is_stream or not self.reads_async
         return self._readers * (1 if is_one_by_one else max(1, self.concurrency))
 
     @property
     def transforming_lanes(self) -> int:
-        """How many samples coroutines transform at a time, after reading."""
+        """How many samples coroutines transform concurrently, after reading."""
         return self._readers * max(1, self.concurrency)
 
     @property
@@ -198,14 +198,14 @@ class RecordedSettings:
 
     @property
     def making_starts(self) -> int:
-        """Index in ``BatchTimes`` of the time at which plain code starts on a batch."""
+        """Index in ``BatchTimes`` of the time when plain code starts on a batch."""
         if self.transforms_async:
             return 3
         return 0 if self.is_coupled else 2
 
     @property
     def making_lanes(self) -> int:
-        """How many batches are collated, or transformed by plain code, at a time."""
+        """How many batches plain code transforms or collates at a time."""
         return max(1, self.workers) if self.place == "workers" else 1
 
     @property
@@ -217,21 +217,21 @@ class RecordedSettings:
 
 @dataclass(frozen=True)
 class LoopLag:
-    """How an event loop was blocked while samples were read on it.
+    """How long an event loop was blocked while samples were read on it.
 
     ``culprit`` is not blamed for time in which its thread waits for a processor, or for
     the GIL that another thread holds.
 
     Attributes:
-        seconds: How long at a time: the 95th percentile.
-        share: Share of the time in which it was blocked, from 0 to 1.
+        seconds: How long the loop was blocked at a time: the 95th percentile.
+        share: Share of the time in which the loop was blocked, from 0 to 1.
         culprit: Name and location of the blocking coroutine; ``""`` if none was found.
         computes: Whether the coroutine computes; if not, it waits for a lock or a
             system call.
-        is_callers: Whether it is the caller's loop.
-        busy: Share of the time in which its thread computed, or could have.
-        is_unseen: Whether no culprit was looked for yet: ``DataLoader.report`` starts
-            looking, for later batches.
+        is_callers: Whether the loop is the caller's, not the loader's.
+        busy: Share of the time in which the loop's thread computed or was ready to.
+        is_unseen: Whether the search for a culprit has not started.
+            ``DataLoader.report`` starts it, for later batches.
     """
 
     seconds: float
@@ -245,42 +245,41 @@ class LoopLag:
 
 @dataclass(eq=False, repr=False)
 class Counters:
-    """The counters of a source; one per epoch."""
+    """The counters of one iteration over a loader; a new object per epoch."""
 
     reads_whole: ClassVar[bool] = False  # as in ``HasEpoch``
     epoch: int = -1  # epoch number, from 0; -1 before the first
     batches: int = 0  # batches delivered
     waited: float = 0.0  # seconds the consumer waited for batches that were not ready
-    drawn: float = 0.0  # seconds of these in which indices were drawn
-    in_flight: int = 0  # batches requested and not yet delivered
+    drawn: float = 0.0  # seconds of that wait in which the sampler drew indices
+    in_flight: int = 0  # batches started and not yet delivered
     records: Records = field(default_factory=Latest)  # of the latest batches
-    # How the loader is set up, once needed; what returns it (None: batches are made
-    # inline).
+    # The loader's settings, cached on demand; the function that returns them (None:
+    # batches are made inline).
     setting: RecordedSettings | None = None
     describe: Callable[[], RecordedSettings] | None = None
     weighed: int = 0  # how many batches had their bytes counted
-    bytes: int = 0  # the bytes of these
-    # The time and this process's processor time at the latest of these.
+    bytes: int = 0  # the bytes of these batches
+    # Time and this process's processor time at each call of ``weigh``: the latest.
     clocks: deque[tuple[float, float]] = field(
         default_factory=partial(deque, maxlen=KEPT // _CLOCKED_EVERY)
     )
-    listed_shards: int = 0  # of a stream, before the first was read, if listed here
-    listed_seconds: float = 0.0  # how long it took
-    # Seconds of reads that coroutines began while few others ran.
+    listed_shards: int = 0  # of a stream whose shards this process lists
+    listed_seconds: float = 0.0  # how long listing the shards took
+    # Durations of reads that coroutines started while few others ran, in seconds.
     alone: Sequence[float] = ()
-    # Returns how the event loop that reads samples is blocked; None if there is no
-    # loop.
+    # Returns how long the event loop that reads samples is blocked; None: no loop.
     lag: Callable[[], LoopLag | None] | None = None
-    is_asked: bool = False  # whether a thread may look for what blocks it
-    # The latest copies to the device; added by the thread that makes them.
+    is_asked: bool = False  # whether a thread may look for what blocks the loop
+    # The latest copies to the device; the copying thread appends them.
     copies: Latest[Copy] = field(default_factory=Latest)
-    moved_bytes: int = 0  # device memory of all moved batches; written by that thread
+    moved_bytes: int = 0  # device memory of all moved batches; set by that thread
     taken_bytes: int = 0  # of delivered batches; written by the consumer's thread
-    # Identifies the iteration: two may have the same epoch number.
+    # Identity of the iteration, since two may have the same epoch number.
     iteration: object = field(default_factory=object)
 
     def weigh(self, batch: Any) -> None:
-        """Count the bytes of a batch; called for every 16th or so."""
+        """Count the bytes of a batch; called for those that ``is_clocked`` picks."""
         self.weighed += 1
         self.bytes += bytes_of(batch)
         self.clocks.append((time.perf_counter(), time.process_time()))
@@ -289,11 +288,11 @@ class Counters:
         return [BatchRecord(*record) for record in list(self.records)]
 
     def ahead_bytes(self) -> int:
-        """Return the device memory of batches moved and not yet delivered, in bytes."""
+        """Return the device memory, in bytes, of moved batches that await delivery."""
         return max(0, self.moved_bytes - self.taken_bytes)
 
     def used(self) -> float:
-        """Return how many cores this process has used lately; 0 if not known."""
+        """Return how many cores this process used lately, on average; 0 if unknown."""
         clocks = list(self.clocks)
         if len(clocks) < 2:
             return 0.0
@@ -302,25 +301,25 @@ class Counters:
 
 
 class Pace:
-    """How quickly a loader's batches are made, in all its epochs."""
+    """How fast a loader makes batches; one object for all its epochs."""
 
-    seconds: float = 0.0  # per batch, the least of late; 0: not known
+    seconds: float = 0.0  # per batch; falls at once, rises slowly; 0: unknown
 
 
-# Set in the tasks of an iteration; code that lists shards adds to it.
+# Set in an iteration's tasks, so that code that lists shards can count them.
 COUNTERS: ContextVar[Counters | None] = ContextVar("aioloader_counters", default=None)
 
 
 def bytes_of(batch: Any, items: int = _MEASURED_ITEMS, depth: int = 8) -> int:
-    """Return the bytes of tensors, arrays, bytes and text in nested containers.
+    """Return how many bytes the tensors, arrays, bytes and text in a batch have.
 
-    Of many items only a few, evenly spaced, are measured.
+    A list's total is extrapolated from about ``items`` items, evenly spaced.
     """
     try:
         nbytes = _SIZES.get(type(batch)) or getattr(batch, "nbytes", None)
         if nbytes is not None:
             return int(nbytes)
-    except Exception:  # noqa: S110  (a sparse tensor's; any class's own)
+    except Exception:  # noqa: S110  (sparse tensors have none; a property may raise)
         pass
     if isinstance(batch, (list, tuple)):
         if not depth or not batch:

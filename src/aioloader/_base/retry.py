@@ -1,6 +1,6 @@
 """Decide whether to retry a read, and after how long.
 
-Pure and synchronous: it computes the delay, and the reader waits.
+The code does no I/O: it only computes the delay; the reader waits.
 """
 
 import random
@@ -19,7 +19,7 @@ _FINAL_ERRORS = (
     NotADirectoryError,
 )
 
-# A generator without a state that a fork could copy.
+# This generator has no state, so forked workers do not repeat its numbers.
 _RNG = random.SystemRandom()
 
 # The reads of this process that are being retried, with their last errors.
@@ -31,15 +31,15 @@ class Retry:
     """Retry reads with exponential backoff and full jitter.
 
     The delay before attempt ``k + 1`` is uniform in ``[0, min(max_delay, base_delay *
-    2**(k - 1))]`` seconds, from a separate generator: the user's generators are not
-    touched. Errors that waiting cannot fix (missing files, permissions) are final.
+    2**(k - 1))]`` seconds, not drawn from the user's generators. Errors that waiting
+    cannot fix (missing files, permissions) are final.
     Source: Brooker, "Exponential Backoff And Jitter" (AWS Architecture Blog, 2015).
 
     Attributes:
         max_attempts: Number of reads, including the first; at least 1.
         base_delay: Upper bound of the first delay, in seconds.
         max_delay: Upper bound of every delay, in seconds.
-        on: Exception types worth a retry; ``TimeoutError`` is an ``OSError``.
+        on: Types of exceptions to retry after; ``TimeoutError`` is an ``OSError``.
     """
 
     max_attempts: int = 3
@@ -63,7 +63,7 @@ class Retry:
         return isinstance(error, self.on) and not isinstance(error, _FINAL_ERRORS)
 
     def delays(self, rng: random.Random | None = None) -> Iterator[float]:
-        """Return the seconds to wait before each further attempt."""
+        """Yield the seconds to wait before each retry: ``max_attempts - 1`` in all."""
         endless = backoff(self.base_delay, self.max_delay, rng or _RNG)
         return islice(endless, self.max_attempts - 1)
 
@@ -71,7 +71,7 @@ class Retry:
 def backoff(
     base_delay: float, max_delay: float, rng: random.Random = _RNG
 ) -> Iterator[float]:
-    """Yield the seconds to wait before each retry, endlessly: see ``Retry``."""
+    """Yield the seconds to wait before each retry, without end, as in ``Retry``."""
     bound = min(max_delay, base_delay)
     while True:
         yield rng.uniform(0.0, bound)
@@ -79,7 +79,7 @@ def backoff(
 
 
 def last_error() -> str:
-    """Return the last error of reads that are being retried, for a timeout."""
+    """Return a message with the last error of retried reads, for timeout errors."""
     errors = list(RETRIED.values())
     if not errors:
         return ""

@@ -1,8 +1,8 @@
-"""Waiting, for threads and for tasks of any loop.
+"""Waits of threads, and of tasks on any loop, that Ctrl-C can interrupt.
 
-A signal that arrives just before the main thread falls asleep does not wake it; its
-handler runs when the thread next runs. So a waiting thread wakes up every second, and a
-loop of the main thread on which a task waits has a timer.
+A signal that arrives just before the main thread sleeps does not wake the thread; the
+signal's handler runs when the thread next runs. So a waiting thread wakes up every
+second, and a loop on the main thread has a timer while tasks wait there.
 """
 
 import asyncio
@@ -21,28 +21,28 @@ from typing import Final
 
 from aioloader._base.forks import fork_safe
 
-LOOK_UP: Final = 1.0  # seconds; how late Ctrl-C may be
+LOOK_UP: Final = 1.0  # seconds by which Ctrl-C may be late
 _NOTHING: Final = contextlib.nullcontext()
-# Returns the loop that this thread runs, or None; the public twin raises.
+# Returns this thread's running loop, or None; the public function raises instead.
 running_loop: Final = asyncio._get_running_loop  # noqa: SLF001
 
 
 class Waiters:
-    """The threads, and the tasks of any loop, that wait until ``is_true`` holds.
+    """Threads, and tasks on any loop, that wait until ``is_true`` returns True.
 
-    A subclass may define ``_is_true`` as a method.
+    A subclass may define ``_is_true`` as a method instead.
     """
 
     _is_true: Callable[[], bool]
 
     def __init__(self, is_true: Callable[[], bool] | None = None) -> None:
-        self.lock = fork_safe(threading.RLock())  # a finalizer may need it too
+        self.lock = fork_safe(threading.RLock())  # a finalizer may need it, too
         self._wakes: deque[Callable[[], object]] = deque()
         if is_true is not None:
             self._is_true = is_true
 
     def wake(self, count: int | None = None) -> None:
-        """Wake ``count`` waiters (all, if None); called without the lock."""
+        """Wake ``count`` waiters, or all if None. Do not hold the lock when calling."""
         with self.lock:
             number = len(self._wakes) if count is None else min(count, len(self._wakes))
             wakes = [self._wakes.popleft() for _ in range(number)]
@@ -50,7 +50,7 @@ class Waiters:
             wake()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Block this thread until woken; return False after ``timeout`` seconds."""
+        """Block this thread until woken; return False if ``timeout`` seconds pass."""
         gate = threading.Lock()
         gate.acquire()
         if not self._enter(gate.release):
@@ -68,7 +68,7 @@ class Waiters:
         return True
 
     async def wait_async(self, timeout: float | None = None) -> bool:
-        """Suspend this task until woken; return False after ``timeout`` seconds."""
+        """Suspend this task until woken; return False if ``timeout`` seconds pass."""
         loop = asyncio.get_running_loop()
         woken = loop.create_future()
         wake = partial(call_threadsafe, loop, resolve, woken)
@@ -96,7 +96,7 @@ class Waiters:
             return True
 
     def _leave(self, wake: Callable[[], object]) -> bool:
-        """Stop waiting; return True if not woken. Otherwise pass the wake-up on."""
+        """Stop waiting; return True. If already woken, wake the next waiter instead."""
         with self.lock:
             if wake in self._wakes:
                 self._wakes.remove(wake)
@@ -106,7 +106,7 @@ class Waiters:
 
 
 class Latch(Waiters):
-    """A one-way switch that threads and tasks can wait for."""
+    """A switch that is set once; threads and tasks can wait until it is."""
 
     _is_set = False
 
@@ -116,13 +116,13 @@ class Latch(Waiters):
     _is_true = is_set
 
     def set(self) -> None:
-        """Set the latch for good, and wake all waiters."""
+        """Set the latch, which cannot be unset, and wake all waiters."""
         self._is_set = True
         self.wake()
 
 
 class _LookUp:
-    """A timer on a loop of the main thread that runs while tasks wait there."""
+    """A context for waits on the main thread's loop; a timer wakes the loop."""
 
     _waits, _is_on = 0, False
 
@@ -135,7 +135,7 @@ class _LookUp:
         self._waits -= 1
 
     def _tick(self) -> None:
-        self._is_on = False  # an interrupt may come before the next line has run
+        self._is_on = False  # first: Ctrl-C may interrupt the next lines
         if self._waits:
             asyncio.get_running_loop().call_later(LOOK_UP, self._tick)
             self._is_on = True
@@ -146,7 +146,7 @@ _LOOK_UPS = weakref.WeakKeyDictionary()
 
 
 def looking_up(loop: asyncio.AbstractEventLoop) -> AbstractContextManager[object]:
-    """Return the context in which a task of ``loop``, which runs here, waits."""
+    """Return a context for a wait on this thread's ``loop``: Ctrl-C interrupts it."""
     if threading.current_thread() is not threading.main_thread():
         return _NOTHING
     if (timer := _LOOK_UPS.get(loop)) is None:
@@ -157,7 +157,7 @@ def looking_up(loop: asyncio.AbstractEventLoop) -> AbstractContextManager[object
 def call_threadsafe(
     loop: asyncio.AbstractEventLoop, callback: Callable[..., object], *args: object
 ) -> bool:
-    """Call on ``loop`` from anywhere; return whether the loop was still open."""
+    """Schedule a callback from any thread; return False if ``loop`` is closed."""
     # On the loop's own thread no wake-up is needed, which saves a system call.
     call = loop.call_soon if running_loop() is loop else loop.call_soon_threadsafe
     try:
@@ -172,18 +172,18 @@ def call_threadsafe(
 def context_elsewhere() -> contextvars.Context:
     """Return a copy of the current context for code that runs in another thread.
 
-    In it sniffio, which anyio may use, does not name the caller's async library.
+    There, sniffio (used by anyio) does not report the caller's async library.
     """
     context = contextvars.copy_context()
     sniffio = sys.modules.get("sniffio")
     library = getattr(sniffio, "current_async_library_cvar", None)
-    if library is not None:  # nor is another thread importing it just now
+    if library is not None:  # sniffio is imported completely
         context.run(library.set, None)
     return context
 
 
 def require_asyncio() -> None:
-    """Raise unless an asyncio task runs here."""
+    """Raise ``RuntimeError`` unless the caller runs in an asyncio task."""
     with contextlib.suppress(RuntimeError):
         if asyncio.current_task() is not None:
             return

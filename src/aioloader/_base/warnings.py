@@ -1,4 +1,4 @@
-"""Warnings that point at the user's line, however deep they are issued."""
+"""Warnings that point at the user's line, however deep in the code they arise."""
 
 import inspect
 import warnings

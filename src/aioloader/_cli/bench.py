@@ -1,8 +1,8 @@
-"""``aioloader bench``: the user's loader against torch's with the same arguments.
+"""``aioloader bench``: compare the user's loader with torch's, with equal arguments.
 
-Both loaders run in this process, in alternating rounds; results are medians, and
-ratios compare two rounds in a row. Notes list the features that torch lacks, which are
-left out or replaced.
+Both loaders run in this process, in alternating rounds. Results are medians over the
+rounds. Ratios compare the two rounds of a pair. Notes list the features that torch
+lacks, which are left out or replaced.
 """
 
 import gc
@@ -35,7 +35,7 @@ from aioloader.protocols import (
 )
 
 _END = object()
-# Results of one loader in one round, by the names in ``_table``.
+# Results of one loader in one round, by name (``_one_round``).
 Figures: TypeAlias = dict[str, float]
 _SAME = [
     *("dataset", "collate_fn", "pin_memory", "worker_init_fn", "generator"),
@@ -57,7 +57,7 @@ _WITHOUT = {
 
 
 class UserCodeError(Exception):
-    """The user's code raised an error, which is the cause."""
+    """An error of the user's code; ``__cause__`` is the original."""
 
 
 def run(options: Namespace) -> None:
@@ -74,10 +74,10 @@ def run(options: Namespace) -> None:
     if twin is not None:
         turns.append((twin, theirs))
     with users(f"{options.loader} raised"), loader:
-        loader.report()  # from now on it looks for what blocks the loop
+        loader.report()  # starts the search for what blocks the loop
         for _ in range(options.rounds):
             for source, figures in turns:
-                gc.collect()  # else a full collection would hit only one of them
+                gc.collect()  # else only one loader might pay for a full collection
                 figures.append(_one_round(source, options))
             turns.reverse()
         report, stats = loader.report(), loader.stats()
@@ -92,7 +92,7 @@ def run(options: Namespace) -> None:
 
 
 def _find_loader(name: str) -> DataLoader[Any]:
-    """Return the loader that ``module:name`` names, or returns when called."""
+    """Return the loader at ``module:name``, which may be a function that makes it."""
     module_name, colon, path = name.partition(":")
     if not (module_name and colon and path):
         raise ArgumentTypeError(f"name the loader like train:loader, got {name!r}")
@@ -123,7 +123,7 @@ def find_object(module_name: str, path: str) -> Any:
             module = importlib.import_module(module_name)
         except ModuleNotFoundError as error:
             if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-                raise  # the user's module imports it
+                raise  # an import in the user's module failed
             raise ArgumentTypeError(
                 f"there is no module {error.name!r} in {Path.cwd()} or where Python "
                 "looks for modules"
@@ -136,7 +136,7 @@ def find_object(module_name: str, path: str) -> Any:
 
 @contextmanager
 def users(call: str) -> Iterator[None]:
-    """Turn errors of the user's code into ``UserCodeError``."""
+    """Turn errors in the block, which runs user code, into ``UserCodeError``."""
     try:
         yield
     except ArgumentTypeError:
@@ -146,11 +146,11 @@ def users(call: str) -> Iterator[None]:
 
 
 def _one_round(source: Any, options: Namespace) -> Figures:
-    """Iterate until there are enough batches, or the time is up."""
+    """Iterate up to the limit of batches or seconds; return the round's results."""
     clock, step = time.perf_counter, options.step / 1e3
     began = clock()
     iterator = iter(source)
-    # The workers of torch's end with it, unless they persist.
+    # Torch's iterator cannot be closed; its workers end when it is deleted.
     with closing(iterator) if isinstance(source, DataLoader) else nullcontext():
         if next(iterator, _END) is _END:
             raise ArgumentTypeError(f"{options.loader} gives no batch; give it samples")
@@ -162,11 +162,11 @@ def _one_round(source: Any, options: Namespace) -> Figures:
                 break
             latest = clock()
             count += 1
-    seconds = latest - first or math.nan  # of one batch, unknown
+    seconds = latest - first or math.nan  # NaN: one batch has no rate
     return {
         "batches": count / seconds,
         "first": first - began,
-        # A step that ends late, because the loader's threads compute, waits too.
+        # Oversleeping counts as waiting: the loader's computing threads cause it.
         "waits": max(0.0, 1 - count * step / seconds),
     }
 
@@ -174,9 +174,9 @@ def _one_round(source: Any, options: Namespace) -> Figures:
 def _table(
     ours: Sequence[Figures], theirs: Sequence[Figures], size: float
 ) -> list[str]:
-    """Return the table of results, with ``size`` samples per batch.
+    """Return the lines of the table of results, for ``size`` samples per batch.
 
-    Ratios above 1 are better than torch. ``theirs`` is empty if torch cannot run this.
+    A ratio above 1 means better than torch. ``theirs`` is empty if torch cannot run.
     """
     titles: list[tuple[str, str, Callable[[float], str]]] = [
         ("samples/s", "batches", lambda rate: f"{rate * size:,.4g}"),
@@ -199,7 +199,7 @@ def _table(
 
 
 def _median(results: Sequence[float], text: Callable[[float], str]) -> str:
-    """Return the median of the known results as a text; "-" if there are none."""
+    """Return the median of the finite results as text; "-" if there are none."""
     known = [*filter(math.isfinite, results)]
     return text(median(known)) if known else "-"
 
@@ -207,7 +207,7 @@ def _median(results: Sequence[float], text: Callable[[float], str]) -> str:
 def twin_of(
     loader: DataLoader[Any],
 ) -> tuple["torch.utils.data.DataLoader[Any] | None", list[str]]:
-    """Return torch's loader for the same batches, and notes on what differs.
+    """Return a torch loader that makes the same batches, and notes on differences.
 
     The loader is None if torch cannot make these batches.
     """
@@ -229,7 +229,7 @@ def twin_of(
 
 
 def _obstacle(loader: DataLoader[Any]) -> str:
-    """Return why torch's loader cannot replace this one; empty if it can."""
+    """Return why torch's loader cannot make these batches; "" if it can."""
     dataset = loader.dataset
     name = type(dataset).__name__
     if kind_of(dataset) is Kind.ASYNC_ITERABLE:
@@ -246,7 +246,7 @@ def _obstacle(loader: DataLoader[Any]) -> str:
 
 
 def _arguments(loader: DataLoader[Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return arguments for torch's loader, and the names of those left out."""
+    """Return arguments for torch's loader, and the names of those that it lacks."""
     arguments = {name: getattr(loader, name) for name in _SAME} | _sampling(loader)
     arguments["num_workers"] = int(loader.num_workers)
     parameters = inspect.signature(DataLoader.__init__).parameters
@@ -286,8 +286,8 @@ def _shown(value: Any) -> str:
 def _collate_transformed(
     transform: Callable[[Any], Any],
     collate: Callable[[Any], Any],
-    is_batched: bool,  # noqa: FBT001  (of a partial)
+    is_batched: bool,  # noqa: FBT001  (bound by a partial)
     samples: Any,
 ) -> Any:
-    """Transform, then collate; a module-level function, so that it can be pickled."""
+    """Transform, then collate; at module level, because torch's workers pickle it."""
     return collate([*map(transform, samples)] if is_batched else transform(samples))

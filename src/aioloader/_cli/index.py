@@ -43,12 +43,12 @@ _STREAMS: dict[str, Any] = {
     "txt": TextDataset,
     "": MDSDataset,
 }
-# Seconds between two writes of a pack.
+# Seconds after which an unfinished pack is saved again.
 _SAVED_EVERY = 60.0
 
 
 def run(options: Namespace) -> None:
-    """Index shards, except those that an earlier run has indexed."""
+    """Index shards that no earlier run has indexed, or that have changed since."""
     for path in options.shards:
         is_plain = is_local(path) and not (has_signs(path) or "{" in path)
         if is_plain and not Path(path).exists():
@@ -70,7 +70,7 @@ def run(options: Namespace) -> None:
 
 
 async def _index(stream: Any, options: Namespace) -> None:
-    """Write an index next to each shard, or a pack, which is saved every minute."""
+    """Write an index next to each shard, or one pack, saved every minute meanwhile."""
     made_by: ByteFormat = stream.made_by
     of, pack, growing = indexed.kind_of(stream), options.pack, EdgesBuilder()
     before: dict[str, tuple[Offsets, Version]] = {}
@@ -79,7 +79,7 @@ async def _index(stream: Any, options: Namespace) -> None:
         shards = await indexed.listed(made_by, stack)
         names = names_of(map(made_by.address, shards))
         if pack is not None:
-            with suppress(DatasetError):  # there is none, or it is damaged
+            with suppress(DatasetError):  # there is no pack, or it is damaged
                 known = await indexed.pack_at(stream, pack)
                 before = known.by_name() if known.format == of else {}
         is_new, saved = not before.keys() >= {*names}, time.monotonic()
@@ -110,17 +110,17 @@ async def _index(stream: Any, options: Namespace) -> None:
 async def _find(
     made_by: ByteFormat, shard: Any, before: tuple[Offsets, Version] | None = None
 ) -> tuple[Offsets, Version, bool]:
-    """Return where a shard's samples start, its version, and whether that was known.
+    """Return the offsets of a shard's samples, its version, and if an index had them.
 
-    An index next to the shard is trusted if it is newer and fits.
+    An index next to the shard is used if it is newer than the shard and fits its end.
     """
     storage, address = made_by.storage, made_by.address(shard)
     now = await storage.version(address)
     if before is not None and now.is_marked and before[1].is_of(now):
         return *before, True
-    if isinstance(made_by, MDSFormat):  # a shard starts with its index
+    if isinstance(made_by, MDSFormat):  # each shard starts with its own index
         return await made_by.offsets(shard), now, False
-    with suppress(DatasetError):  # there is none, or one of something else
+    with suppress(DatasetError):  # there is no index, or it is invalid
         beside = await storage.version(sibling(address, index_name))
         if (beside.modified or 0) > (now.modified or math.inf):
             numbers = await read_index(storage, address)
@@ -141,7 +141,7 @@ def _say(line: str, options: Namespace) -> None:
 
 
 def _show(text: str, options: Namespace) -> None:
-    """Show a line in place of the one before, on a terminal."""
+    """Replace the progress line on stderr by ``text``, if stderr is a terminal."""
     if sys.stderr.isatty() and not options.quiet:
         sys.stderr.write(f"\r{text}\x1b[K")
         sys.stderr.flush()

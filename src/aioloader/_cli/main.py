@@ -1,6 +1,6 @@
 """The command ``aioloader``: its arguments, exit status and error lines.
 
-Status 0: done; 1: failed while running; 2: wrong arguments; 130: interrupted.
+Exit status 0: done; 1: failed while running; 2: wrong arguments; 130: interrupted.
 """
 
 import math
@@ -93,7 +93,7 @@ examples:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command, by default this process's; return the exit status."""
+    """Run a command line, by default that of ``sys.argv``; return the exit status."""
     options = _parser().parse_args(arguments)
     try:
         options.run(options)

@@ -1,4 +1,4 @@
-"""``aioloader pack``: samples of any kind to shards."""
+"""``aioloader pack``: write files or rows to shards."""
 
 import asyncio
 import sys
@@ -41,7 +41,7 @@ def _make_writer(source: PackSource, options: Namespace) -> ShardWriter:
 async def write_all(
     source: PackSource, writer: ShardWriter | TokenWriter, options: Namespace
 ) -> int:
-    """Write the missing samples and show progress; return how many were there."""
+    """Write samples, show progress; return how many an earlier run had written."""
     is_seen = sys.stderr.isatty() and not options.quiet
     of = "" if source.count is None else f" of {source.count:,}"
     shown = 0.0

@@ -1,7 +1,7 @@
 """Sources to pack: folders, lists of files, and shards of other formats.
 
-Each source yields samples from a given number on, in the same order in each run, and
-describes its contents, so that packing resumes only with the same samples.
+Each source yields its samples in the same order in each run, from a given number on.
+It also describes its contents, so that packing resumes only with the same samples.
 """
 
 import asyncio
@@ -41,21 +41,21 @@ _TEXTS = _ROWS | {"txt": TextDataset}
 _ENDING = re.compile(
     r"\.(jsonl|ndjson|parquet|tar|txt)(\.(gz|zst|bz2|xz))?$", re.IGNORECASE
 )
-# A sample's key, and its files: column or extension to index in the dataset.
+# A sample: its key or other entries; its files' indices by column or extension.
 Plan: TypeAlias = tuple[dict[str, Any], dict[str, int]]
 
 
 @dataclass
 class PackSource:
-    """Samples to pack, from a given number on."""
+    """Samples to pack, and what the writer needs to know about them."""
 
-    stream: Callable[[int], Stream[Any]]
-    metadata: dict[str, Any]  # their origin, for the writer
+    stream: Callable[[int], Stream[Any]]  # the samples from a number on
+    metadata: dict[str, Any]  # describes their origin; the writer compares it
     count: int | None = None
     fitted: Callable[[Any], Any] = dict  # turns a sample into the writer's form
-    # Entered while they are read.
+    # Entered while the samples are read.
     lifespan: AbstractAsyncContextManager[Any] = field(default_factory=nullcontext)
-    notes: list[str] = field(default_factory=list)  # for the user, at the end
+    notes: list[str] = field(default_factory=list)  # printed for the user at the end
 
 
 def find_source(options: Namespace) -> PackSource:
@@ -85,7 +85,7 @@ def find_source(options: Namespace) -> PackSource:
 
 
 def find_kind(src: str) -> str:
-    """Return the ending that decides how SRC is read; empty for folders."""
+    """Return the extension that decides how SRC is read; "" for any other SRC."""
     ending = re.search(_ENDING, name_of(src))
     is_folder = "://" not in src and Path(src).is_dir()
     return ending[1].lower() if ending and not is_folder else ""
@@ -135,10 +135,10 @@ def _files(
     read: Callable[[int], Awaitable[Any]] | None = None,
     **metadata: Any,
 ) -> PackSource:
-    """Return samples made of files, which are read several at a time.
+    """Return a source of samples that consist of files, read several at a time.
 
-    ``read`` replaces the dataset's ``__getitem__``; ``metadata`` describes the samples'
-    origin besides the names of the files.
+    ``plan`` returns a sample's files. ``read`` replaces the dataset's ``__getitem__``.
+    ``metadata`` is added to the description of the samples' origin.
     """
     read_file = read or dataset.__getitem__
     order: Sequence[int] = range(count)
@@ -163,7 +163,7 @@ def _files(
 
 
 def _grouped(dataset: Named, options: Namespace) -> PackSource:
-    """Group files whose names are equal up to the first dot into samples."""
+    """Return a source whose samples are files with equal names up to the first dot."""
     members = []
     for number, name in enumerate(dataset.names):
         folder, slash, base = name.rpartition("/")
@@ -200,7 +200,7 @@ def _grouped(dataset: Named, options: Namespace) -> PackSource:
 
 
 def _labelled(folders: ClassFolders, options: Namespace) -> PackSource:
-    """Label each image with the number of its folder, as members or as rows."""
+    """Return a source of images, each labelled with the number of its folder."""
     names, labels = folders.names, folders.targets
     keys = NameTable(_unique_keys(names)) if options.format == "tar" else None
 
@@ -226,9 +226,9 @@ def _labelled(folders: ClassFolders, options: Namespace) -> PackSource:
 
 
 def _unique_keys(names: Iterable[str]) -> Iterator[str]:
-    """Yield a unique key for each name, without its ending and dots.
+    """Yield a unique key for each name: the name without extension and dots.
 
-    Names of one folder must be adjacent.
+    All names in one folder must be adjacent.
     """
     keys: set[str] = set()
     last = ""
@@ -245,7 +245,7 @@ def _unique_keys(names: Iterable[str]) -> Iterator[str]:
 
 
 def _rows(kind: str, options: Namespace) -> PackSource:
-    """Return the samples of shards; a resumed run reads earlier samples again."""
+    """Return a source that reads shards; a resumed run rereads earlier samples."""
     _refuse(options, "class_folders", "glob", "shuffle")
     stream = _open_shards(_STREAMS[kind], options)
     metadata = {"kind": type(stream).__name__, **_origin_of(stream, options.src)}
@@ -254,7 +254,7 @@ def _rows(kind: str, options: Namespace) -> PackSource:
 
 
 def find_texts(options: Namespace, tokenizer: Any) -> PackSource:
-    """Return the tokens of the texts in SRC; a resumed run rereads earlier texts."""
+    """Return a source of SRC's texts as tokens; a resumed run rereads earlier texts."""
     kind = find_kind(options.src)
     if kind not in _TEXTS:
         raise ArgumentTypeError(
@@ -291,7 +291,7 @@ def _open_shards(kind: Any, options: Namespace, **more: Any) -> Stream[Any]:
 
 
 def _origin_of(stream: Any, src: str) -> dict[str, Any]:
-    """Return what identifies SRC: its place and the names of its shards."""
+    """Return what identifies SRC: its location and a summary of its shards."""
 
     async def listed() -> Any:
         async with AsyncExitStack() as stack:
@@ -301,7 +301,7 @@ def _origin_of(stream: Any, src: str) -> dict[str, Any]:
 
 
 def _place_of(src: str) -> dict[str, str]:
-    """Return the name of SRC, and a digest of where it is: a path may be private."""
+    """Return SRC's name and a digest of its location, whose path may be private."""
     whole = shown_address(src) if "://" in src else str(Path(src).resolve())
     digest = hashlib.sha256(whole.encode("utf-8", "surrogateescape")).hexdigest()
     name = src.partition("?")[0].rpartition(os.sep)[2].rpartition("/")[2]
@@ -318,7 +318,7 @@ def _row(sample: Any) -> dict[str, Any]:
 
 
 def _members(sample: Any) -> dict[str, Any]:
-    """Return a row as members: bytes under their column, everything else as JSON."""
+    """Return a row as tar members: one per bytes column, one JSON for the rest."""
     if isinstance(sample, dict) and "__url__" in sample:
         return sample  # from a tar
     members: dict[str, Any] = {}
@@ -335,7 +335,7 @@ def _members(sample: Any) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a NumPy number or array in a form that JSON has."""
+    """Return a NumPy number or array as Python numbers and lists, for JSON."""
     if hasattr(value, "tolist"):
         return value.tolist()
     raise TypeError(

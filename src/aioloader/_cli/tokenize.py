@@ -1,4 +1,4 @@
-"""``aioloader tokenize``: texts to one file of tokens."""
+"""``aioloader tokenize``: write the tokens of texts to one file."""
 
 import asyncio
 import contextlib
@@ -42,7 +42,7 @@ def run(options: Namespace) -> None:
 
 
 def _find_tokenizer(name: str) -> Any:
-    """Load a tokenizer from a file, a directory, the Hub or a module."""
+    """Return the tokenizer at ``name``: a file, directory, Hub name or module:name."""
     if re.fullmatch(r"[\w.]+:[\w.]+", name):
         return _named(find_object(*name.split(":")), name)
     path = Path(name)
@@ -74,14 +74,14 @@ def _named(tokenizer: Any, name: str) -> Any:
 
 
 def _module(name: str) -> Any:
-    """Return a package, or None if it is not installed."""
+    """Return the imported module, or None if it is not installed."""
     with contextlib.suppress(ImportError):
         return importlib.import_module(name)
     return None
 
 
 def _vocabulary(tokenizer: Any) -> dict[str, int]:
-    """Return the numbers of tokens by their texts; a function has none."""
+    """Return each token's number by its text; empty if the tokenizer is a function."""
     get = getattr(tokenizer, "get_vocab", dict)
     numbers: dict[str, int] = get()
     return numbers

@@ -1,1 +1,1 @@
-"""Samples to batch."""
+"""Combine samples into a batch: collate, gather, pad."""

@@ -1,9 +1,9 @@
-"""Collate samples to a batch: keep the structure, stack the leaves.
+"""Collate samples into a batch: keep the structure, stack the leaves.
 
-The rules, the messages and the extension points are torch's. The traversal is new:
-torch's searches its registry and builds a tensor for every array. If a user has
-extended that registry (``default_collate_fn_map``), torch's function is called. Large
-leaves are written to recycled memory if a pipeline lends it.
+The rules, messages and extension points are torch's, but the traversal is faster. For
+each value, torch searches its registry and builds a tensor of every array. If a user
+has extended that registry (``default_collate_fn_map``), torch's function is called.
+Large leaves are written to recycled memory if a pipeline lends it.
 """
 
 import copy
@@ -34,16 +34,16 @@ from aioloader._transport.slots import MIN_BYTES, Allocator
 Collate: TypeAlias = Callable[[Sequence[Any]], Any]
 
 default_convert: Callable[[Any], Any] = torch_convert
-# Replacements of torch's functions; a program may have replaced them, too.
+# Maps torch's functions, as they are when this is imported, to ours.
 OURS: dict[Any, Any] = {}
 
 
-# By thread: ``lease``, which allocates the memory of batches.
+# Per thread, ``lease``: the allocator of the batch that is being collated.
 _LENT = threading.local()
 
 
 def collated(lease: Allocator, collate_fn: Callable[[Any], Any], samples: Any) -> Any:
-    """Call ``collate_fn``; ``default_collate`` in it may allocate by ``lease``."""
+    """Call ``collate_fn``; in it, ``default_collate`` may use ``lease``'s memory."""
     before = getattr(_LENT, "lease", None)
     _LENT.lease = lease
     try:
@@ -58,8 +58,8 @@ def default_collate(samples: Sequence[Any]) -> Any:
     Tensors and arrays are stacked along a new first dimension; floats become float64,
     ints int64; strings and bytes stay a list; mappings, namedtuples and sequences
     keep their type and are collated leaf by leaf (a tuple becomes a list, as in
-    torch). Types registered in torch's ``default_collate_fn_map`` are honoured. Beyond
-    torch, read-only buffers such as ``obstore.Bytes`` stay a list, as bytes do.
+    torch). Types registered in torch's ``default_collate_fn_map`` are honoured. Unlike
+    in torch, read-only buffers such as ``obstore.Bytes`` stay a list, as bytes do.
 
     Args:
         samples: The samples of one batch, at least one.
@@ -74,7 +74,7 @@ def default_collate(samples: Sequence[Any]) -> Any:
     if not collates_as_torch():
         return torch_collate(list(samples))
     if not isinstance(samples, (list, tuple)) and hasattr(samples, "collate"):
-        return samples.collate()  # columns
+        return samples.collate()  # a block of columns
     return _collate(samples)
 
 
@@ -82,24 +82,24 @@ OURS[torch_collate] = default_collate
 
 
 def varlen_collate(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Collate packed samples to a flat batch, for attention within documents.
+    """Collate packed samples into a flat batch, for attention within documents.
 
-    A document starts where ``position_ids`` are 0, and at each sample; padding counts
-    as a document. The names are those of Hugging Face's and FlashAttention's
-    ``flash_attn_varlen_func``.
+    A document starts wherever ``position_ids`` is 0, and at the start of each sample.
+    Padding counts as a document. The names are those in Hugging Face's libraries and
+    FlashAttention's ``flash_attn_varlen_func``.
 
     Args:
-        samples: Dicts of 1-D arrays or tensors, ``position_ids`` among them, such as
-            those of ``Stream.pack``; at least one.
+        samples: At least one. Each is a dict of 1-D arrays or tensors, including
+            ``position_ids``, as ``Stream.pack`` yields them.
 
     Returns:
-        Each name's tensors, joined to shape (tokens,), with ``cu_seqlens``, where
-        documents start and the last one ends, shape (documents + 1,), dtype int32; and
+        One tensor of shape (tokens,) per name; ``cu_seqlens``, the start of each
+        document and the end of the last one, shape (documents + 1,), dtype int32; and
         ``max_seqlen``, the length of the longest document, an int.
 
     Raises:
-        KeyError: If a sample has no ``position_ids``, or other names than the first.
-        ValueError: If the arrays of a sample differ in length.
+        KeyError: If a sample has no ``position_ids``, or its names are not the first's.
+        ValueError: If a sample's arrays are not 1-D or differ in length.
     """
     rows = [_flat(number, sample, samples[0]) for number, sample in enumerate(samples)]
     batch: dict[str, Any] = {
@@ -116,7 +116,7 @@ def varlen_collate(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def _flat(
     number: int, sample: Mapping[str, Any], first: Mapping[str, Any]
 ) -> dict[str, np.ndarray[Any, Any]]:
-    """Return a sample's arrays, all of one length."""
+    """Return a sample's arrays; raise unless all are 1-D and of equal length."""
     if sample.keys() != first.keys() or "position_ids" not in sample:
         raise KeyError(
             f"sample {number} of the batch has {[*sample]}; varlen_collate needs "
@@ -125,7 +125,7 @@ def _flat(
         )
     arrays = {name: np.asarray(entry) for name, entry in sample.items()}
     for name, entry in sample.items():
-        if isinstance(entry, Sequence) and not entry:  # it would be of floats
+        if isinstance(entry, Sequence) and not entry:  # numpy would choose floats
             arrays[name] = np.asarray(entry, np.int64)
     shape = arrays["position_ids"].shape
     if len(shape) != 1 or any(array.shape != shape for array in arrays.values()):
@@ -144,12 +144,12 @@ def _joined(arrays: Sequence[np.ndarray[Any, Any]]) -> torch.Tensor:
 
 
 def collates_as_torch() -> bool:
-    """Return whether torch's registry is unchanged."""
+    """Tell whether torch's registry of collate functions is unchanged."""
     return bool(torch_rules.default_collate_fn_map == _STANDARD)
 
 
 def changed_rules() -> dict[Any, Any]:
-    """Return the entries of torch's registry that a user has added or replaced."""
+    """Return the entries that a user has added to torch's registry, or replaced."""
     rules = torch_rules.default_collate_fn_map.items()
     return {kind: rule for kind, rule in rules if _STANDARD.get(kind) is not rule}
 
@@ -178,7 +178,7 @@ def _collate_sequence(samples: Sequence[Sequence[Any]]) -> Any:
 
 
 def like(model: Any, columns: dict[Any, Any] | list[Any]) -> Any:
-    """Return ``columns`` in a container of ``model``'s type, if that can be made."""
+    """Return ``columns`` as ``model``'s type, or unchanged if that cannot be made."""
     if type(model) is type(columns):
         return columns
     try:
@@ -209,7 +209,7 @@ def _stack_tensors(samples: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _are_alike(samples: Sequence[torch.Tensor]) -> bool:
-    """Tell whether all are plain CPU tensors of one shape and dtype."""
+    """Tell whether all samples are plain CPU tensors of one shape and dtype."""
     first = samples[0]
     return all(
         type(sample) is torch.Tensor
@@ -254,7 +254,7 @@ def _refuse_time(dtype: np.dtype[Any]) -> NoReturn:
 
 
 def borrowed(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
-    """Return an uninitialised tensor in lent memory; None if small or none is lent.
+    """Return an uninitialised tensor in lent memory; None if small or nothing is lent.
 
     The memory returns to its pool when the tensor and all its views are gone.
     """
@@ -265,12 +265,12 @@ def borrowed(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
 
 
 def _array(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
-    """Return an uninitialised array, in lent memory where a tensor would be."""
+    """Return an uninitialised array, in lent memory if ``_lent`` returns any."""
     return np.ndarray(shape, dtype, _lent(math.prod(shape) * dtype.itemsize))
 
 
 def _lent(nbytes: int) -> Any:
-    """Return a lent buffer; None if ``nbytes`` is small, or nothing is lent."""
+    """Return a lent buffer; None if ``nbytes`` is small, or no pipeline lends any."""
     lease: Allocator | None = getattr(_LENT, "lease", None)
     return None if nbytes < MIN_BYTES or lease is None else lease(nbytes)
 
@@ -281,19 +281,19 @@ def torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
 
 
 def _has_default_device() -> bool:
-    """Tell whether a new tensor may be placed elsewhere than by ``from_numpy``.
+    """Tell whether this thread may have a default device, which ``from_numpy`` ignores.
 
-    ``torch.set_default_device`` and ``with torch.device(...)`` change what torch's
-    functions do in one thread. Workers collate on the CPU: a forked one inherits the
-    setting, but cannot use CUDA.
+    ``torch.set_default_device`` and ``with torch.device(...)`` set it for a thread. In
+    workers the result is False, because they collate on the CPU: a forked worker
+    inherits the setting, but cannot use CUDA.
     """
     return _len_torch_function_stack() > 0 and get_worker_info() is None
 
 
 def _numbers(samples: Sequence[float]) -> torch.Tensor:
-    """Return a tensor of numbers, made through an array: three times as fast.
+    """Return a tensor of numbers; going through an array is three times as fast.
 
-    Torch gets mixed types and integers above 64 bits, for its error messages.
+    Other types and integers above 64 bits are passed to torch, for its error messages.
     """
     is_float = isinstance(samples[0], float)
     if {*map(type, samples)} <= {int, float} and not _has_default_device():
@@ -308,7 +308,7 @@ def _numbers(samples: Sequence[float]) -> torch.Tensor:
 
 
 def _scalars(samples: Sequence[Any]) -> torch.Tensor:
-    """Return a tensor of numpy scalars, made through an array: three times as fast."""
+    """Return a tensor of numpy scalars; going through an array is 3 times as fast."""
     kind = samples[0].dtype.kind
     is_plain = len({*map(type, samples)}) == 1 and kind in "biufc"
     if is_plain and not _has_default_device():
@@ -323,8 +323,8 @@ def _strings(samples: Sequence[Any]) -> Sequence[Any]:
 
 
 _SCALARS = (np.bool_, np.number, np.object_)
-# Leaves with torch's rules and ours, in torch's order: numpy scalars before floats,
-# because numpy's float64 is a float, too.
+# Each type of leaf with torch's rule and ours, in torch's order. Numpy scalars are
+# before floats, because numpy's float64 is a float, too.
 _LEAVES: tuple[tuple[Any, Any, Collate], ...] = (
     (torch.Tensor, torch_rules.collate_tensor_fn, _stack_tensors),
     (np.ndarray, torch_rules.collate_numpy_array_fn, _stack_arrays),
@@ -337,7 +337,7 @@ _LEAVES: tuple[tuple[Any, Any, Collate], ...] = (
 _STANDARD = {kind: theirs for kind, theirs, _ in _LEAVES}
 _BY_BASE: dict[Any, Collate] = {kind: ours for kind, _, ours in _LEAVES}
 _BY_BASE[Mapping] = _collate_mapping
-# Looked up first, by exact type.
+# The rules by exact type, which are looked up first.
 _RULES: dict[Any, Collate] = _BY_BASE | {
     dict: _collate_mapping,
     list: _collate_sequence,
@@ -346,7 +346,7 @@ _RULES: dict[Any, Collate] = _BY_BASE | {
 
 
 def _rule_for(value: object) -> Collate:
-    """Return the rule of the first base that ``value`` is an instance of."""
+    """Return the rule for a value whose exact type is not in ``_RULES``."""
     for base, rule in _BY_BASE.items():
         if isinstance(value, base):
             return rule
@@ -364,17 +364,17 @@ def _rule_for(value: object) -> Collate:
 def _is_buffer(value: object) -> bool:
     """Tell whether ``value`` is a read-only buffer, neither a scalar nor iterable.
 
-    (``collections.abc.Buffer`` needs Python 3.12.)
+    ``collections.abc.Buffer`` would need Python 3.12.
     """
     try:
         with memoryview(value) as memory:  # type: ignore[arg-type]
-            is_read_only = memory.readonly  # unlike what ctypes makes
+            is_read_only = memory.readonly  # objects of ctypes are not
     except TypeError:
         return False
     return is_read_only and not isinstance(value, (Iterable, np.generic))
 
 
-# Limits on leaves, bytes and fields of a batch that takes a fraction of a millisecond.
+# Limits on a batch's leaves and bytes, and on a container's fields, to collate quickly.
 _FEW_LEAVES, _FEW_BYTES, _FEW_FIELDS = 1024, 1 << 20, 32
 _NUMBERS = {int, float, bool, np.float32, np.float64, np.int32, np.int64, type(None)}
 
@@ -382,8 +382,8 @@ _NUMBERS = {int, float, bool, np.float32, np.float64, np.int32, np.int64, type(N
 def collates_quickly(collate_fn: Any, samples: Sequence[Any]) -> bool:
     """Tell whether ``collate_fn`` takes a fraction of a millisecond for ``samples``.
 
-    It does with this module's rules and a few small samples. False if the caller's
-    thread has a default device, because the thread of other batches has none.
+    It does with this module's rules and a few small samples. False if this thread has
+    a default device, because the thread that collates other batches has none.
     """
     is_known = collate_fn is default_collate or collate_fn is default_convert
     if not (is_known and samples and collates_as_torch()) or _has_default_device():
@@ -394,7 +394,7 @@ def collates_quickly(collate_fn: Any, samples: Sequence[Any]) -> bool:
 
 
 def _size_of(sample: Any) -> tuple[int, int]:
-    """Return the number of a sample's leaves and their bytes; many if unknown."""
+    """Return the number of a sample's leaves, and their bytes; unknown types: many."""
     cls = type(sample)
     if cls in _NUMBERS:
         return 1, 8

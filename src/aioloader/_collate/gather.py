@@ -1,6 +1,6 @@
 """Batches of in-memory tensors: one gather per tensor, no work per sample.
 
-Used for a ``TensorDataset``, in this process and in workers.
+A ``TensorDataset`` is read like this, in the loader's process and in workers.
 """
 
 import contextlib
@@ -18,16 +18,16 @@ _BOOLS = {bool, np.bool_}
 
 
 def gatherable(dataset: Any) -> tuple[torch.Tensor, ...] | None:
-    """Return the tensors of an exact ``TensorDataset`` that can be gathered."""
+    """Return a plain ``TensorDataset``'s tensors if all can be gathered, or None."""
     if type(dataset) is not TensorDataset:
         return None
     if TensorDataset.__getitem__.__module__ != TensorDataset.__module__:
-        return None  # it was replaced
+        return None  # a program has replaced the method
     return dataset.tensors if all(map(_has_rows, dataset.tensors)) else None
 
 
 def _has_rows(tensor: torch.Tensor) -> bool:
-    """Tell whether rows of ``tensor`` can be selected and copied by torch."""
+    """Tell whether ``tensor`` is a CPU tensor whose rows torch can select and copy."""
     if type(tensor) is not torch.Tensor or tensor.device.type != "cpu":
         return False
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
@@ -37,7 +37,7 @@ def _has_rows(tensor: torch.Tensor) -> bool:
 
 @functools.cache
 def _is_implemented(dtype: torch.dtype, dimensions: int) -> bool:
-    """Tell whether torch can select and copy rows; not those of uint16 vectors."""
+    """Tell whether torch can select and copy rows; it cannot for 1-D uint16."""
     tensor = torch.empty((1,) * dimensions, dtype=dtype, device="cpu")
     try:
         tensor.index_select(0, torch.zeros(1, dtype=torch.int64, device="cpu"))
@@ -48,9 +48,9 @@ def _is_implemented(dtype: torch.dtype, dimensions: int) -> bool:
 
 
 class UnreadSamples:
-    """The samples of one batch, not read yet: ``default_collate`` gathers them.
+    """A batch's samples, not read yet; ``default_collate`` reads and collates them.
 
-    ``tensors`` come from ``gatherable``, ``indices`` from any batch sampler.
+    ``tensors`` are from ``gatherable``, ``indices`` from any batch sampler.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], indices: Sequence[Any]) -> None:
@@ -61,16 +61,16 @@ class UnreadSamples:
         return len(self._indices)
 
     def collate(self) -> list[torch.Tensor]:
-        """Return one tensor per tensor of the dataset, in memory lent for the batch."""
+        """Return the batch: a tensor per dataset tensor, in lent memory if any."""
         tensors, indices, index = self._tensors, self._indices, _as_index(self._indices)
         least = int(index.min()) if index is not None and len(index) else 2
-        # Bools select a mask's rows, and not 0 and 1.
+        # A bool as an index is a mask, not row 0 or 1.
         may_be_bool = least < 2 and isinstance(indices, (list, tuple))
         has_bools = may_be_bool and not _BOOLS.isdisjoint(map(type, indices))
         if index is not None and not has_bools:
-            if least < 0:  # counted from the end, as in a list
+            if least < 0:  # negative indices count from the end
                 index = torch.where(index < 0, index + len(tensors[0]), index)
-            with contextlib.suppress(IndexError):  # raised below, with its numbers
+            with contextlib.suppress(IndexError):  # raised again below, with the index
                 return [_gather(tensor, index) for tensor in tensors]
         samples = [tuple(tensor[i] for tensor in tensors) for i in indices]
         columns: list[torch.Tensor] = default_collate(samples)
@@ -78,9 +78,9 @@ class UnreadSamples:
 
 
 def _as_index(indices: Any) -> torch.Tensor | None:
-    """Return ``indices`` as a 1-D int64 tensor; None unless all are integers."""
+    """Return ``indices`` as a 1-D int64 CPU tensor; None if they are not integers."""
     try:
-        # A copy, unless it is a tensor: arrays may be read-only.
+        # Arrays are copied, because they may be read-only.
         is_tensor = isinstance(indices, torch.Tensor)
         index = indices if is_tensor else torch.tensor(indices, device="cpu")
     except (TypeError, ValueError, RuntimeError):  # e.g. slices

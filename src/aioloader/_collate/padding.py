@@ -1,4 +1,4 @@
-"""Collate token sequences of several lengths: padded to the longest of the batch."""
+"""Collate token sequences of different lengths, padded to the longest of a batch."""
 
 import functools
 import operator
@@ -20,16 +20,15 @@ _MAX_INT64 = np.iinfo(np.int64).max
 def pad_collate(
     pad: int = 0, multiple: int = 1
 ) -> Callable[[Sequence[Any]], dict[str, Any]]:
-    """Return a ``collate_fn`` for token sequences of several lengths.
+    """Return a picklable ``collate_fn`` for token sequences of different lengths.
 
     A sample is a sequence of integers, or a dict with ``input_ids`` and other entries.
-    The batch is a dict of tensors of shape (samples, longest), the longest rounded up
-    to a ``multiple``: ``input_ids``, padded with ``pad``; ``attention_mask``, int64, 1
-    at tokens and 0 at padding; and the sample's other sequences, such as ``labels``
-    (padded with -100), ``position_ids`` and ``loss_mask`` (with 0 or False). Integers
-    become int64, booleans and floats keep their dtype. Entries that are not sequences
-    (numbers, texts) are collated as by ``default_collate``. The function can be
-    pickled; its tensors are the caller's.
+    The batch is a dict of tensors of shape (samples, length): the longest sample's
+    length, rounded up to a ``multiple``. ``input_ids`` is padded with ``pad``.
+    ``attention_mask``, int64, is 1 at tokens and 0 at padding. A sample's other
+    sequences are padded with 0 or False, but ``labels`` with -100. Integers become
+    int64; booleans and floats keep their dtype. Entries that are no sequences (numbers,
+    texts) are collated by ``default_collate``. The caller owns all tensors.
 
     Example:
         >>> pad_collate(multiple=4)([[5, 6, 7], [8]])["input_ids"].tolist()
@@ -37,12 +36,12 @@ def pad_collate(
 
     Args:
         pad: Token that fills ``input_ids``.
-        multiple: Rounds the length up, for example to a multiple of 8 for tensor cores.
+        multiple: The length is rounded up to a multiple of this, as 8 for tensor cores.
 
     Raises:
-        ValueError: If ``multiple`` is below 1. The function raises it if sequences of a
-            sample have different lengths, a TypeError for other samples, and a KeyError
-            if samples have other entries than the first one; all name the sample.
+        ValueError: If ``multiple`` is below 1. The returned function raises it if a
+            sample's sequences differ in length, ``TypeError`` if they are not numbers,
+            and ``KeyError`` if a sample's entries differ from the first one's.
     """
     if operator.index(multiple) < 1:
         raise ValueError(f"multiple must be at least 1, got {multiple}")
@@ -74,7 +73,7 @@ def _collate(samples: Sequence[Any], *, pad: int, multiple: int) -> dict[str, An
 
 
 def _entries(row: int, sample: Any) -> tuple[dict[str, NumpyArray], dict[str, Any]]:
-    """Return a sample's sequences, with a mask, and its other entries."""
+    """Return a sample's sequences, including the attention mask, and other entries."""
     entries = sample if isinstance(sample, Mapping) else {_TOKENS: sample}
     sequences: dict[str, NumpyArray] = {}
     for name, entry in entries.items():
@@ -125,7 +124,7 @@ def _named(row: tuple[dict[str, NumpyArray], dict[str, Any]]) -> str:
 def _padded(
     column: Sequence[NumpyArray], shape: tuple[int, int], fill: int
 ) -> torch.Tensor:
-    # An empty list has no dtype.
+    # Empty sequences do not decide the dtype.
     typed = [array for array in column if len(array)] or column
     dtype = np.result_type(*{array.dtype for array in typed})
     if all(array.dtype.kind in "iu" for array in typed):

@@ -1,1 +1,1 @@
-"""Records, statistics, reports and traces of a loader."""
+"""Observe a loader: statistics, reports, progress, metrics and traces."""

@@ -1,4 +1,4 @@
-"""Changes of one argument that may speed a loader up."""
+"""Candidate changes of one argument that may speed up a loader."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -14,21 +14,21 @@ from aioloader._observe.pace import window_of
 _MAX_READS = 1024
 # From this many concurrent reads on, fewer and larger reads are the better advice.
 _MANY_READS = 256
-# Coroutines of an async dataset, by default.
+# The concurrency of an async dataset if none is given.
 _CONCURRENCY = 64
-# Time to read small files that are packed into shards, as a share of the time without.
+# Assumed time to read small files from shards, as a share of reading them singly.
 _PACKED_SHARE = 0.1
-# Reading waits for a store if at most this share of it is processor time, and a sample
-# waits for at least so many seconds, which is more than a coroutine costs.
+# Reads wait for a store if at most this share of their time is processor time, and each
+# sample waits at least this many seconds, which is more than a coroutine costs.
 _MAX_CPU_SHARE, _LEAST_WAIT = 0.3, 100e-6
-# Seconds in which workers start in each epoch: for all together, and for each
+# Seconds that starting workers takes in each epoch: a constant, and for each worker
 # (benchmarks/startup.py).
 _START_SECONDS, _WORKER_SECONDS = 0.1, 0.02
-# Seconds in which a process that was not forked imports torch: 1.3 on a quiet machine,
-# 5 on a busy one. A fork server does it once in a program.
+# Seconds that importing torch takes in a process that is not forked: 1.3 on a quiet
+# machine, 5 on a busy one. A fork server imports torch once per program.
 _IMPORT_SECONDS = 2.0
-# Seconds that the consumer needs for a small batch from another process: 7,000 batches
-# per second (benchmarks/transport.py, pairs).
+# Seconds that the consumer needs to receive a small batch from another process: 7,000
+# batches per second (benchmarks/transport.py, pairs).
 _PROCESS_HAND_OVER = 0.00014
 # The same for a batch from another thread: 22,000 per second.
 _THREAD_HAND_OVER = 0.000045
@@ -38,22 +38,22 @@ _UNEVEN = 2.0
 
 @dataclass(frozen=True)
 class Change:
-    """One argument to change."""
+    """A candidate: one argument to change, and the settings and costs after it."""
 
     argument: str  # its name
-    old: object  # its value; the number in effect if it is left to the loader
+    old: object  # its value; if the loader chooses it, the one in effect
     new: object  # its new value
-    why: str  # a sentence
+    why: str  # the reason, as a clause
     cost: int  # 1: memory, 2: another order, 3: processes or threads, 4: new code
-    setting: RecordedSettings  # the loader's setting with it
-    costs: Costs  # the durations of batches with it
-    start: float = 0.0  # seconds that it adds to each epoch
+    setting: RecordedSettings  # the loader's settings after the change
+    costs: Costs  # the durations of batches after the change
+    start: float = 0.0  # seconds that the change adds to each epoch
 
 
 def changes(
     costs: Costs, setting: RecordedSettings, start: float = 0.0
 ) -> Iterator[Change]:
-    """Yield the changes that suit a loader; of a kind, the smallest first."""
+    """Yield the changes that suit a loader; within a kind, the smallest first."""
     candidates = chain(
         _starts(costs, setting, start),
         _windows(costs, setting),
@@ -75,7 +75,7 @@ def _starts(costs: Costs, setting: RecordedSettings, start: float) -> Iterator[C
 
 
 def _windows(costs: Costs, setting: RecordedSettings) -> Iterator[Change]:
-    if setting.window == 0:  # keyed generators of this process: one at a time
+    if setting.window == 0:  # batches are made only on request
         return
     if setting.place == "inline":
         why = "a thread makes batches while the step runs"
@@ -166,16 +166,16 @@ def _workers(costs: Costs, setting: RecordedSettings) -> Iterator[Change]:
 
 
 def _first_start(setting: RecordedSettings) -> float:
-    """Return the seconds of each epoch in which the first worker process starts.
+    """Return the seconds that starting the first worker process adds to each epoch.
 
-    A program is expected to have as many more epochs as it had so far.
+    A fork server's import is spread over this epoch and as many as there were before.
     """
     epochs = setting.epochs_before + 1 if setting.start_method == "forkserver" else 1
     return _START_SECONDS + (setting.start_method != "fork") * _IMPORT_SECONDS / epochs
 
 
 def _with_workers(setting: RecordedSettings, number: int) -> RecordedSettings:
-    """Return the setting of a loader with ``number`` workers."""
+    """Return ``setting`` with ``number`` workers and a window that fits them."""
     window = setting.window
     if window is not None:
         ahead = (window - setting.on_device) // max(1, setting.workers)
@@ -220,9 +220,9 @@ def _datasets(costs: Costs, setting: RecordedSettings) -> Iterator[Change]:
 
 
 def waits_for_store(costs: Costs, setting: RecordedSettings) -> bool:
-    """Tell whether reading is mostly waiting, as far as that is measured.
+    """Tell whether reads mostly wait, presumably for a store.
 
-    Coroutines may wait for anything else: what plain code does is measured.
+    Reads by coroutines count as waiting; for plain code, processor time is measured.
     """
     if setting.is_coupled and not costs.is_measured:
         return False

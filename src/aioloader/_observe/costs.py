@@ -1,4 +1,4 @@
-"""How long each step of recorded batches takes, as if alone in a normal worker."""
+"""How long each stage of recorded batches takes, without waits for the GIL."""
 
 import sys
 from collections.abc import Sequence
@@ -18,67 +18,67 @@ from aioloader._observe.stages import (
     until_copied,
 )
 
-# The latest batches that count.
+# Costs are computed from at most this many of the latest batches.
 _MAX_BATCHES = 256
-# A worker is slow if it takes this many times as long as others.
+# A worker is slow if it takes more than this many times the median worker's time.
 _SLOW = 2.0
-# The GIL is contended if batches of this process take this many seconds to arrive,
+# Signs of waits for the GIL: batches of this process take this long to arrive, in s;
 _LATE = 1e-3
-# or if this share of steps, and this many times more than by chance, end
+# or this share of steps, and this many times as many as by chance, end
 _LATE_SHARE, _TIMES_CHANCE = 0.2, 4
-# within this many seconds after a batch is made, which releases it.
+# at most this many seconds after a batch was made, when its thread releases the GIL.
 _JUST_AFTER = 3e-4
-# So many reads must have begun while few others ran, to tell whether they queue; and
+# To tell whether reads queue, this many must have started while few others ran, and
 # this share of the readers must be busy.
 _ENOUGH_ALONE, _CROWDED = 6, 0.75
-# This share of uneven steps did not wait; others waited for at most this many turns.
+# Share of uneven steps that did not wait; longest wait, in switch intervals.
 _QUICKEST, _MAX_TURNS = 0.05, 3
 
 
 @dataclass(frozen=True)
 class Costs:
-    """The durations of batches, in seconds: arrays with an entry for each batch."""
+    """The durations of batches, in seconds: arrays with one entry per batch."""
 
-    read: Floats  # reading its samples, one after another
-    transform: Floats  # transforming them
-    collate: Floats  # collating
-    # From collated until the consumer, or the device stage, can take it.
+    read: Floats  # reading its samples one after another
+    transform: Floats  # transforming its samples by plain code
+    collate: Floats  # collating them
+    # From the end of collating until the consumer or the device stage can take it.
     transport: Floats
-    step: Floats  # from when the consumer takes it until it asks for the next
-    sampler: Floats  # making indices, in the consumer's thread
-    copy: Floats  # moving it to the device
-    slowest: Floats  # the longest of its reads
-    awaited: Floats  # transforming its samples by coroutines, one after another
-    reads: Floats  # how many reads may run concurrently
-    samples: Floats  # how many samples it has
+    step: Floats  # the consumer's step: from taking a batch to requesting the next
+    sampler: Floats  # drawing indices, in the consumer's thread
+    copy: Floats  # moving the batch to the device
+    slowest: Floats  # the longest of the batch's reads
+    awaited: Floats  # transforming its samples by coroutines one after another
+    reads: Floats  # how many of the batch's reads may run concurrently
+    samples: Floats  # how many samples the batch has
     read_cpu: float = 0.0  # share of ``read`` that is processor time
     make_cpu: float = 1.0  # the same for ``transform`` and ``collate``
-    # Whether processor time is known; if not, plain code is assumed to use nothing
-    # else.
+    # Whether processor time was measured; if not, plain code is assumed to compute all
+    # the time.
     is_measured: bool = False
-    delay: float = 0.0  # share of the time in which plain code lacks only a processor
-    locked: float = 0.0  # mean seconds that a step waits for the GIL, besides ``step``
-    held: float = 0.0  # the same for a batch of a stream, besides ``read``
+    delay: float = 0.0  # share of plain code's runnable time without a processor
+    locked: float = 0.0  # mean seconds that a step waits for the GIL, not in ``step``
+    held: float = 0.0  # mean seconds that a stream's reads wait for it, not in ``read``
     nbytes: float = 0.0  # mean bytes copied to the device
-    slow: tuple[float, ...] = ()  # how many times longer each worker takes
-    # How many reads the client, or the store, serves at a time, and the seconds in
-    # which it serves one more; zeros if it shows no limit.
+    slow: tuple[float, ...] = ()  # each worker's time as a multiple of the median's
+    # How many reads the client or the store serves at a time, and the seconds per read
+    # at that limit; zeros if there is no sign of a limit.
     served: float = 0.0
     least: float = 0.0
 
     @property
     def make(self) -> Floats:
-        """Seconds to transform and collate."""
+        """Seconds that plain code needs to transform and collate each batch."""
         return self.transform + self.collate
 
     @property
     def cpu(self) -> float:
-        """Mean seconds of processor time to make a batch."""
+        """Mean seconds of processor time that plain code needs for a batch."""
         read, make = self.read.mean(), self.make.mean()
         return float(read * self.read_cpu + make * self.make_cpu)
 
     def scaled(self, stage: str, factor: float) -> "Costs":
-        """Return the costs with the seconds of one stage multiplied by ``factor``."""
+        """Return the costs with the seconds of ``stage`` multiplied by ``factor``."""
         fields = {
             "read": ("read", "slowest", "least"),
             "transform": ("transform", "awaited"),
@@ -88,7 +88,7 @@ class Costs:
         names = fields.get(stage, (stage,))
         scaled = {name: getattr(self, name) * factor for name in names}
         costs = replace(self, **scaled)
-        # Threads that compute less keep the GIL for less.
+        # Threads that compute less hold the GIL for less time.
         kept = costs.cpu / max(1e-9, self.cpu)
         return replace(costs, locked=self.locked * kept, held=self.held * kept)
 
@@ -101,11 +101,11 @@ def costs_of(
 ) -> Costs | None:
     """Return the costs of the latest batches; None for fewer than two records.
 
-    ``alone`` are the seconds of reads that began while few others ran.
+    ``alone``: the seconds of reads that started while few others ran.
 
-    Some are estimated: the transport of batches that the consumer did not wait for
-    (``transports``); processor time and waits for a processor, which are measured for
-    few batches; and how long threads waited for the GIL.
+    Some costs are estimates: the transport of batches that the consumer did not wait
+    for (``transports``), waits for the GIL, and processor time, which is measured only
+    for a few batches.
     """
     records = list(filter(is_made, records))
     if len(records) < 2:
@@ -114,11 +114,11 @@ def costs_of(
     waits, slow = lock_waits(records, setting), slow_workers(records, setting)
     asked = np.array([record.asked for record in records])
     step = asked[1:] - [record.taken for record in records[:-1]] - waits
-    # Requests go out by number, whatever the order of delivery.
+    # Batches are requested in the order of their numbers, even if delivered in another.
     order = np.argsort([record.number for record in records])[:-1][-_MAX_BATCHES:]
     moved, _ = transports(*until_copied(records, setting, copies))
     copy, nbytes = _copied(records, setting, copies, moved)
-    if waits.any() or (setting.on_device and not copies):  # the GIL delays them too
+    if waits.any() or (setting.on_device and not copies):  # the GIL delays batches too
         moved = moved * 0
     made = np.array([record.made for record in records])[order]
     began, read, started, transformed, collated, busy, *_ = made.T
@@ -138,8 +138,8 @@ def costs_of(
     reads = np.where((busy > 0) | coupled, samples, 1)
     even = slowest = total / reads
     if not coupled:
-        # If readers are idle, reading took longer than even shares because of the
-        # slowest sample; if busy, because of other batches.
+        # Reading that took longer than even shares was delayed by the slowest sample if
+        # readers were idle, but by other batches if they were busy.
         spare = 1 - total.mean() / max(each * setting.reading_lanes, 1e-9)
         turns = np.ceil(reads / max(1, setting.concurrency))
         beyond = (wall - turns * even).clip(0) * max(0.0, spare)
@@ -155,7 +155,7 @@ def costs_of(
         nbytes=nbytes,
         slow=slow,
     )
-    if share > 0:  # making uses it first
+    if share > 0:  # attributed to making first, then to reading
         make, reading = costs.make.mean(), total.mean() if coupled else 0.0
         cpu = share * (make + reading)
         costs = replace(
@@ -169,9 +169,9 @@ def costs_of(
 
 
 def _draws(records: Sequence[BatchRecord], setting: RecordedSettings) -> Floats:
-    """Return the mean seconds to draw the indices of a batch, for each batch.
+    """Return the mean seconds of drawing a batch's indices, repeated for each batch.
 
-    The requests of the first window are drawn while the first batch is waited for.
+    While the consumer waits for the first batch, a whole window of indices is drawn.
     """
     drawn = np.array([record.drawn for record in records])
     requests = len(records)
@@ -183,17 +183,17 @@ def _draws(records: Sequence[BatchRecord], setting: RecordedSettings) -> Floats:
 
 
 def lock_waits(records: Sequence[BatchRecord], setting: RecordedSettings) -> Floats:
-    """Return how long each step but the last waited for the GIL.
+    """Estimate how long each step, except the last, waited for the GIL, in seconds.
 
-    A thread that computes in Python keeps it for the switch interval. So a consumer
-    that slept, or waited for its accelerator, resumes late if the loader's own threads
-    compute meanwhile, and its step looks longer than it is.
+    A thread that computes in Python keeps the GIL for the switch interval. A consumer
+    that slept or waited for its accelerator resumes late if the loader's threads
+    compute. So its step looks longer than it is.
 
-    This is estimated, and only if there are signs of it: batches that the consumer
-    waited for came late, for the same reason, or many steps end as soon as a batch is
-    made. If most steps take equally long, each is assumed to wait for the switch
-    interval, at most as long as batches were made before, or half of that if a batch
-    was made just then. Otherwise the quickest steps did not wait.
+    The waits are 0 without a sign of them: batches that the consumer waited for came
+    late, or many steps ended just after a batch was made. If many steps take equally
+    long, each waited as long as batches were being made in its last switch interval,
+    or half of that if a batch was made just before its end. Otherwise, the time beyond
+    the quickest steps was waiting.
     """
     none = np.zeros(max(0, len(records) - 1))
     if not (setting.is_shared and len(none)) or setting.on_device:
@@ -204,7 +204,7 @@ def lock_waits(records: Sequence[BatchRecord], setting: RecordedSettings) -> Flo
     begins, ends, cpu = made[:, setting.making_starts], made[:, 4], made[:, 6]
     steps, seconds = asked - taken[:-1], max(taken[-1] - taken[0], 1e-9)
     turn = sys.getswitchinterval()
-    # Seconds of making within the last turn of each step: a row per step.
+    # Seconds of making within the last switch interval of each step.
     begun = np.maximum(taken[:-1], asked - turn)
     within = np.minimum(ends, asked[:, None]) - np.maximum(begins, begun[:, None])
     waits: Floats = np.minimum(asked - begun, within.clip(0).sum(1))
@@ -221,7 +221,7 @@ def lock_waits(records: Sequence[BatchRecord], setting: RecordedSettings) -> Flo
     by_chance = _TIMES_CHANCE * len(records) * _JUST_AFTER / seconds
     if not is_late and is_released.mean() <= max(_LATE_SHARE, by_chance):
         return none
-    # A step that computes waits for no lock, whatever its length.
+    # A step that computes is not waiting, so limit the waits to its idle time.
     making = np.median(cpu[cpu > 0]) * len(steps) if cpu.any() else 0.0
     idle = max(0.0, steps.sum() - max(0.0, setting.used * seconds - making))
     waits *= min(1.0, idle / max(waits.sum(), 1e-9))
@@ -231,9 +231,9 @@ def lock_waits(records: Sequence[BatchRecord], setting: RecordedSettings) -> Flo
 def _unlocked(costs: Costs, setting: RecordedSettings, each: float) -> Costs:
     """Return the costs without the time that threads wait for the GIL.
 
-    It is not measured, but follows from the use of the GIL: at full use, all but
-    processor time is waiting. The 8th power fits closed queues: there is little waiting
-    if it is used half of the time.
+    The wait is estimated from the GIL's utilisation: at full use, all time beyond
+    processor time is waiting. The 8th power approximates a closed queueing network, in
+    which waits are short at half use.
     """
     names = ["transform", "collate"]
     if setting.is_coupled:
@@ -249,9 +249,9 @@ def _unlocked(costs: Costs, setting: RecordedSettings, each: float) -> Costs:
 def _read_unlocked(costs: Costs, setting: RecordedSettings, each: float) -> Costs:
     """Return the costs without the time that the event loop waits for the GIL.
 
-    If a thread that makes batches always holds it, only the quickest reads did not
-    wait. If it holds it for a part of the time, each sample of a stream may wait for
-    the switch interval, because the next one is not read meanwhile.
+    If the thread that makes batches always holds the GIL, only the quickest reads did
+    not wait. If it sometimes does, each sample of a stream may wait for the switch
+    interval, because a stream reads one sample after another.
     """
     if setting.place != "loop" or not costs.is_measured:
         return costs
@@ -268,11 +268,11 @@ def _read_unlocked(costs: Costs, setting: RecordedSettings, each: float) -> Cost
 def _limited(
     costs: Costs, setting: RecordedSettings, each: float, alone: Sequence[float]
 ) -> Costs:
-    """Return the costs with the limit of the client, or of the store, if it shows one.
+    """Return the costs with any limit on reads that the client or the store shows.
 
-    Reads that queue there take longer the more of them run: most that began while few
-    ran took less than half as long. How many are served at a time follows from their
-    rate and that time (Little).
+    If reads queue there, most reads that started while few others ran took less than
+    half of the mean time. The number of reads served at a time follows from their rate
+    and the time of such reads (Little's law).
     """
     is_read_here = setting.reads_async and not setting.reads_in_workers
     if not is_read_here or setting.is_stream or setting.transforms_async:
@@ -284,7 +284,7 @@ def _limited(
     if 2 * np.quantile(alone, 0.9) > costs.read.mean() / reads:
         return costs
     served, least = float(np.mean(alone)) * reads / each, each / reads
-    if served < few:  # they queued, but for the first ones
+    if served < few:  # all but the first of these reads queued
         served = max(1.0, min(alone) / least)
     return replace(costs, served=served, least=least)
 
@@ -295,7 +295,7 @@ def _copied(
     copies: Sequence[Copy],
     moved: Floats,
 ) -> tuple[Floats, float]:
-    """Return each batch's copy time, and the mean bytes of a copy."""
+    """Return each batch's seconds of copying to the device, and the mean bytes."""
     if not setting.on_device:
         return np.zeros(len(records)), 0.0
     if not copies:
@@ -309,9 +309,9 @@ def _copied(
 def slow_workers(
     records: Sequence[BatchRecord], setting: RecordedSettings
 ) -> tuple[float, ...]:
-    """Return how many times longer each worker takes than the median worker.
+    """Return each worker's time per batch as a multiple of the median worker's.
 
-    It is 1 for workers that take less than twice as long: that may be chance.
+    It is 1 for workers below twice the median, which may be chance.
     """
     seconds: dict[int, list[float]] = {}
     for record in records if setting.place == "workers" else ():
@@ -326,18 +326,18 @@ def slow_workers(
 
 
 def plain_seconds(record: BatchRecord, setting: RecordedSettings) -> float:
-    """Return how long plain code made a batch."""
+    """Return the seconds that plain code took to make a batch."""
     return record.made[4] - record.made[setting.making_starts]
 
 
 def measured_cpu(
     records: Sequence[BatchRecord], setting: RecordedSettings
 ) -> tuple[float, float]:
-    """Return the processor time of plain code, and its waits for a processor.
+    """Return the shares of plain code's processor time and waits for a processor.
 
-    The first is a share of its seconds; the second, of those in which it could run.
-    They are medians of the measured batches: the first one may wait longer for imports,
-    page faults or a disk than all others take. Zeros if none is measured.
+    The first is a share of its seconds; the second, of the seconds in which it computed
+    or was ready to. They are medians over the measured batches, because the first may
+    wait long for imports, page faults or a disk. Zeros if no batch was measured.
     """
     shares, delays = [], []
     for record in records:
@@ -353,9 +353,9 @@ def measured_cpu(
 
 
 def start_seconds(records: Sequence[BatchRecord], setting: RecordedSettings) -> float:
-    """Return how long an epoch has waited for its worker processes to start.
+    """Return the seconds that an epoch waited for its worker processes to start.
 
-    It is 0 if they are kept between epochs, or if the first batch is not recorded.
+    0 if workers are kept between epochs, or if the first batch is not recorded.
     """
     starts = setting.worker_kind == "process" and not setting.is_persistent
     first = records[0]

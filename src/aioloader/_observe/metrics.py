@@ -1,8 +1,8 @@
 """A loader's metrics for Prometheus and for OpenTelemetry.
 
-Both read ``loader.stats()`` when the metrics are collected, and refer to the loader
-weakly. Metrics of an epoch are added up over epochs, because counters must never
-decrease; batches of an epoch after its last collection are missed.
+Both exporters call ``loader.stats()`` at each collection and refer to loaders weakly.
+An epoch's counts are added to those of earlier epochs, because counters must never
+decrease. Batches between the last collection of an epoch and its end are not counted.
 """
 
 import threading
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from opentelemetry.metrics import CallbackOptions, Meter, Observation
     from prometheus_client.core import Metric
 
-# The values of each metric, by its name, with their labels.
+# By metric name: the metric's values, each with its labels.
 MetricValues: TypeAlias = dict[str, list[tuple[float, dict[str, str]]]]
 
 
 _LATEST = "the mean of the latest ones"
 _QUANTILES = "quantiles of the latest ones"
-# The unit of each metric (UCUM, as OpenTelemetry wants it), and what it is.
+# Each metric's unit (in UCUM, as OpenTelemetry requires) and its description.
 _METRICS = {
     "batches": ("{batch}", "Batches delivered."),
     "wait.time": ("s", "Time the consumer waited for batches that were not ready."),
@@ -55,15 +55,15 @@ _METRICS = {
     ),
     "stage.duration": ("s", f"Time a stage takes for a batch: {_QUANTILES}."),
 }
-# Metrics of one epoch, to be added up; and all metrics that never decrease.
+# Counters of one epoch, which are added up over epochs; and all counters.
 _SUMS = ("batches", "wait.time", "failures", "retries")
 _COUNTERS = (*_SUMS, "worker.deaths", "worker.restarts")
-# How Prometheus' names end.
+# Suffixes of Prometheus' names, by unit.
 _ENDINGS = {"s": "_seconds", "1": "_ratio", "By": "_bytes"}
 
 
 def _values(stats: Any) -> MetricValues:
-    """Return the known metrics of ``loader.stats()``."""
+    """Return all metrics that ``stats``, from ``loader.stats()``, has values for."""
     numbers: dict[str, Any] = {
         "batches": stats.batches,
         "wait.time": stats.waited,
@@ -99,7 +99,7 @@ def _values(stats: Any) -> MetricValues:
 
 
 class PrometheusCollector:
-    """Collect the metrics of loaders for ``prometheus_client``.
+    """A ``prometheus_client`` collector of loaders' metrics.
 
     Needs ``aioloader[metrics-prometheus]``. The metrics are those of
     ``loader.stats()``, labelled with the loaders' names: ``aioloader_batches_total``,
@@ -111,7 +111,7 @@ class PrometheusCollector:
         ``REGISTRY.register(PrometheusCollector(train=loader, validation=other))``
 
     Args:
-        loaders: The loaders, by name; referred to weakly: a deleted one has no values.
+        loaders: The loaders, by name. A loader that is deleted has no more values.
 
     Raises:
         ImportError: If prometheus_client is not installed.
@@ -127,7 +127,7 @@ class PrometheusCollector:
         yield from map(_family, _METRICS)
 
     def collect(self) -> "Iterator[Metric]":
-        """Yield the current metrics."""
+        """Yield all metrics with their current values."""
         for figure in _METRICS:
             family = _family(figure)
             name = family.name + ("_total" if figure in _COUNTERS else "")
@@ -147,7 +147,7 @@ def _family(figure: str) -> "Metric":
 
 
 def observe_with_opentelemetry(meter: "Meter", /, **loaders: Any) -> None:
-    """Make observable instruments for the metrics of loaders.
+    """Create observable instruments of loaders' metrics.
 
     Needs ``aioloader[metrics-opentelemetry]``. The instruments are those of
     ``loader.stats()``: ``aioloader.batches``, ``aioloader.wait.time``,
@@ -157,9 +157,9 @@ def observe_with_opentelemetry(meter: "Meter", /, **loaders: Any) -> None:
         ``observe_with_opentelemetry(get_meter("training"), train=loader)``
 
     Args:
-        meter: Makes the instruments; call this once per meter.
-        loaders: The loaders, by name; referred to weakly: a deleted one is not
-            observed.
+        meter: Creates the instruments. Call this function once per meter.
+        loaders: The loaders, by name. A loader that is deleted is not observed any
+            more.
 
     Raises:
         ImportError: If opentelemetry-api is not installed.
@@ -186,19 +186,19 @@ def _observe(
 
 
 class _Watched:
-    """A loader whose metrics are collected and added up over epochs."""
+    """A loader whose metrics are collected; it adds up counts over epochs."""
 
     def __init__(self, name: str, loader: Any) -> None:
         self.name = name
         self._loader = weakref.ref(loader)
         self._lock = threading.RLock()  # scrapes may come from several threads
-        self._left: MetricValues = {}  # of a collection under way
-        self._iteration: object = None  # referred to, so that no other has its id
+        self._left: MetricValues = {}  # not yet taken in this collection
+        self._iteration: object = None  # the iteration that ``_latest`` counts
         self._latest: dict[str, float] = {}  # of the current iteration
         self._before: defaultdict[str, float] = defaultdict(float)  # of earlier ones
 
     def read(self) -> MetricValues:
-        """Return the values of all metrics; none if the loader is gone."""
+        """Return the values of all metrics; empty if the loader was deleted."""
         loader = self._loader()
         if loader is None:
             return {}
@@ -213,9 +213,9 @@ class _Watched:
             return values | {name: [(self._before[name] + of, {})] for name, of in sums}
 
     def take(self, name: str) -> list[tuple[float, dict[str, str]]]:
-        """Return the values of one metric, read at the same moment as the others.
+        """Return the values of one metric; all metrics are read at the same time.
 
-        A collection takes each metric once; a second take begins the next reading.
+        Taking a metric a second time starts the next collection, with a new reading.
         """
         with self._lock:
             if name not in self._left:

@@ -1,21 +1,19 @@
-"""The speed of a loader under any setting, computed from the durations of batches.
+"""The speed of a loader under any settings, computed from the durations of batches.
 
-A batch is requested when another is taken, and taken when it is ready and the step
-before has ended. So the times of each batch follow from those of earlier ones, in one
-pass, without events. These laws bound them (Denning and Buzen, "The operational
-analysis of queueing network models", 1978): no slot, reader, processor or copy does
-more than a second of work per second, and batches in flight are the rate times the
-seconds that each takes (Little). Assumptions:
+A batch is requested when an earlier one is taken. It is taken when it is ready and the
+step before has ended. So one pass computes each batch's times from those of earlier
+batches. Two laws bound the result (Denning and Buzen, "The operational analysis of
+queueing network models", 1978). No slot, reader, processor or copy does more than a
+second of work per second. The batches in flight are their rate times the seconds that
+each takes (Little). Assumptions:
 
-- A store is as fast when more samples are read at a time, unless they queue there
-  (``costs``). A batch takes as long in a worker as in the consumer's process. Transport
-  is as recorded, and keeps no worker busy; for batches made without workers,
-  ``changes`` adds the transport of a small batch.
-- As many slots compute at a time as there are cores; only one worker thread, because of
-  the GIL. If records show that the consumer waits for the GIL (``costs``), it does so
-  whenever threads make batches.
-- Readers in several workers are one pool. Batches are copied to a device one after
-  another.
+- Reads do not slow down when more run at a time, unless they queue (``costs``). A batch
+  takes as long in a worker as in the consumer's process. Transport is as recorded and
+  keeps no worker busy. If workers are new, ``changes`` adds a small batch's transport.
+- As many slots compute at a time as there are cores, but only one worker thread because
+  of the GIL. If records show that the consumer waits for the GIL (``costs``), it does
+  so whenever threads make batches.
+- Readers in several workers are one pool. Batches are copied to a device one by one.
 """
 
 import math
@@ -29,12 +27,12 @@ from aioloader._base.records import RecordedSettings
 from aioloader._observe.costs import Costs
 from aioloader._observe.stages import Floats
 
-# Limit on warm-up batches, before the clock counts.
+# Limit on the warm-up batches, which are not timed.
 _MAX_WARM_UP = 256
 
 
 def window_of(setting: RecordedSettings, costs: Costs) -> int:
-    """Return how many batches may be requested and not delivered."""
+    """Return the limit on batches requested and not delivered, or an estimate of it."""
     if setting.window is not None:
         return max(1, setting.window)
     size = setting.batch_size or np.maximum(costs.reads, costs.samples).mean()
@@ -44,7 +42,7 @@ def window_of(setting: RecordedSettings, costs: Costs) -> int:
 
 
 def seconds_per_batch(costs: Costs, setting: RecordedSettings) -> float:
-    """Return the seconds per batch once the pipeline is full."""
+    """Return the computed seconds per batch once the pipeline is full."""
     if setting.place == "inline" or setting.window == 0:  # one after the other
         return float(_parts(costs, setting)[:, 1:].sum(1).mean())
     ahead = min(_MAX_WARM_UP, 2 * window_of(setting, costs) + setting.making_lanes + 16)
@@ -56,15 +54,15 @@ def seconds_per_batch(costs: Costs, setting: RecordedSettings) -> float:
 def taken_times(
     costs: Costs, setting: RecordedSettings, batches: int, requests: float = math.inf
 ) -> list[float]:
-    """Return when the consumer takes each of so many batches of an epoch.
+    """Return when the consumer takes each of an epoch's first ``batches`` batches.
 
-    After the last recorded batch, they repeat from the first. The indices of
-    ``requests`` batches are drawn.
+    The recorded batches are repeated as often as needed. ``requests``: how many batches
+    have their indices drawn.
     """
     parts: list[list[float]] = _parts(costs, setting).tolist()
     window, slots = window_of(setting, costs), setting.making_lanes
     slow = [*costs.slow, *(1.0,) * slots][:slots]
-    free = [(0.0, factor) for factor in sorted(slow)]  # since when each slot is
+    free = [(0.0, factor) for factor in sorted(slow)]  # each slot: free since, factor
     in_flight: list[tuple[float, float]] = []
     taken: list[float] = []
     now = asked = copied = flowed = 0.0
@@ -94,10 +92,10 @@ def taken_times(
 
 
 def _parts(costs: Costs, setting: RecordedSettings) -> Floats:
-    """Return the seconds of each batch's steps, a row per batch.
+    """Return the seconds of each batch's stages, as an array with a row per batch.
 
-    Columns: work of all readers; until its samples are read; in its slot; transport;
-    copy to the device; training step; drawing of indices.
+    Columns: time of all readers together; time until its samples are read; making in a
+    slot; transport; copy to the device; training step; drawing indices.
     """
     made, back = costs.make, costs.transport
     flow = front = np.zeros(len(made))
@@ -116,9 +114,9 @@ def _parts(costs: Costs, setting: RecordedSettings) -> Floats:
 
 
 def pace(taken: Sequence[float]) -> float:
-    """Return the seconds per batch, also if batches come in bursts.
+    """Return the seconds per batch, robust against batches that come in bursts.
 
-    It is the time between the middles of both halves.
+    It is the time between the mean times of both halves, per batch between them.
     """
     half = len(taken) // 2
     if not half:

@@ -1,7 +1,7 @@
 """A report as one HTML page: verdict, pipeline, timeline, waits, percentiles.
 
-The page is self-contained: styles are in it, diagrams are rows of coloured boxes, and a
-policy forbids requests. It is also well-formed XML. Colours follow the reader's scheme.
+The page contains its styles, shows diagrams as rows of coloured boxes, and forbids
+requests by a policy. It is also well-formed XML. It has a light and a dark scheme.
 """
 
 import math
@@ -19,7 +19,7 @@ from aioloader._observe.stages import is_made, percentiles
 from aioloader._observe.stats import HEADS, stage_rows
 from aioloader._observe.trace import replacing
 
-# Lines of a timeline, and bars of waits.
+# Limits on the batches in the timeline, and on the bars in the diagram of waits.
 _TIMELINE_ROWS = 40
 _MAX_BARS = 230
 _STYLE = """
@@ -77,7 +77,7 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 
 def report_html(path: str | os.PathLike[str], stats: Any, report: Any) -> None:
-    """Write the report as a page; an existing file is replaced once it is complete."""
+    """Write the page of a report; it replaces an existing file only when complete."""
     text = "\n".join(_page(stats, report))
     with replacing(Path(path)) as partial:
         partial.write_text(text, encoding="utf-8")
@@ -157,14 +157,14 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]
 
 
 def _row(label: str, boxes: Iterable[str], value: str = "", kind: str = "row") -> str:
-    """Return a line of a diagram: boxes between a label and a value."""
+    """Return one row of a diagram as HTML: its label, boxes and value."""
     words = f"<span>{escape(label)}</span>", f"<b>{escape(value)}</b>"
     bar = f'<div class="bar">{"".join(boxes)}</div>'
     return f'<div class="{kind}">{words[0]}{bar}{words[1]}</div>'
 
 
 def _box(kind: str, title: str, begin: float, width: float) -> str:
-    """Return a box of a row; ``begin`` and ``width`` are shares of the row's width."""
+    """Return a box as HTML; ``begin`` and ``width`` are shares of its row's width."""
     where = f"left:{begin:.3%};width:{width:.3%}"
     return f'<i class="{escape(kind)}" style="{where}" title="{escape(title)}"></i>'
 
@@ -177,9 +177,9 @@ def _legend(entries: dict[str, str]) -> str:
 
 
 def _pipeline(stages: Sequence[Any], slowest: str) -> Iterator[str]:
-    """Draw the shares of its time in which each stage is busy, starved and blocked.
+    """Draw for each stage its shares of busy, starved and blocked time.
 
-    The ``slowest`` stage, which the verdict names, is marked.
+    ``slowest``: the stage that the verdict names, which is marked.
     """
     for stage in stages:
         boxes, begin = list[str](), 0.0
@@ -199,7 +199,7 @@ def _pipeline(stages: Sequence[Any], slowest: str) -> Iterator[str]:
 def _timeline(
     records: Sequence[BatchRecord], setting: RecordedSettings
 ) -> Iterator[str]:
-    """Draw when each of the last batches was in which stage."""
+    """Draw the last batches on a time axis, a row per batch, and the consumer."""
     last = records[-_TIMELINE_ROWS:]
     begin = min(record.made[0] if is_made(record) else record.asked for record in last)
     begin = min(begin, last[0].asked)
@@ -240,7 +240,7 @@ def _timeline(
 
 
 def _waits(records: Sequence[BatchRecord]) -> Iterator[str]:
-    """Draw how long the consumer waited for each batch."""
+    """Draw a bar for each batch's wait, or for several batches if there are many."""
     waits = [record.taken - record.asked for record in records]
     each = math.ceil(len(waits) / _MAX_BARS)
     most = max(waits) or 1.0

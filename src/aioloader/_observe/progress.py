@@ -1,9 +1,9 @@
 """A progress display for ``for`` and ``async for``: rates, and the share of waiting.
 
-``progress(loader)`` passes on the loader's batches, one by one and in order, and reads
-``loader.stats()`` at most twice a second. A batch is shown when the consumer asks for
-the next one: nothing runs between a batch's arrival and its delivery, where an
-interrupt would lose it.
+``progress(loader)`` yields the loader's batches and reads ``loader.stats()`` at most
+twice a second. The display counts a batch only when the consumer requests the next one,
+so that nothing runs between a batch's arrival and its delivery: an interrupt there
+would lose the batch.
 """
 
 import importlib
@@ -27,15 +27,15 @@ from aioloader.protocols import OneIteration
 Batch = TypeVar("Batch", default=Any)
 
 clock = time.perf_counter
-# Seconds between two updates: on a display, and in a log.
+# Seconds between two updates: of a display, and of the log.
 SHOWN_EVERY = 0.5
 LOGGED_EVERY = 60.0
-# Rates are taken over this many updates.
+# A display's rates are averages over this many updates.
 _RATE_UPDATES = 20
-# Computing the statistics takes at most a thousandth of the time.
+# The statistics are not computed again for this many times the time it took.
 _IDLE_TIMES = 1000
 _log = logging.getLogger("aioloader")
-# When each loader last logged a line; its epochs may be shorter than a minute.
+# When each loader last logged a line, kept because epochs may be below a minute.
 _logged: "weakref.WeakKeyDictionary[Any, float]" = weakref.WeakKeyDictionary()
 
 
@@ -49,10 +49,10 @@ def progress(
 ) -> "WithProgress[Batch]":
     """Iterate over a loader and show its progress.
 
-    On a terminal and in a notebook: a bar (with tqdm installed) or one line, with
-    batches, samples and bytes per second, the share of time spent waiting for batches,
-    and the position in a resumed epoch. Elsewhere nothing is printed; the logger
-    ``"aioloader"`` gets a line per minute at level INFO.
+    A terminal or notebook shows a bar if tqdm is installed, otherwise one line: the
+    batches so far, samples and bytes per second, the share of time spent waiting for
+    batches, and the position where an epoch resumed. Elsewhere nothing is printed, but
+    the logger ``"aioloader"`` gets a line per minute at level INFO.
 
     Example:
         >>> from aioloader import DataLoader, progress
@@ -60,17 +60,17 @@ def progress(
         [[1, 2], [3]]
 
     Args:
-        loader: A ``DataLoader``; each iteration is one of the loader.
-        total: Batches of an epoch; ``None`` is ``len(loader)``, if it has a length.
-        desc: Prefix of the line.
+        loader: A ``DataLoader``; each iteration iterates over it once.
+        total: Batches of an epoch; ``None``: ``len(loader)``, if it has a length.
+        desc: Text before the bar or line.
         leave: Whether the display stays after the iteration.
-        file: Where to show it; ``None`` is ``sys.stderr``.
+        file: Where to show the display; ``None``: ``sys.stderr``.
 
     Returns:
-        An iterable for ``for`` and ``async for``, any number of times.
+        An iterable for ``for`` and ``async for``; it can be iterated repeatedly.
 
     Raises:
-        TypeError: If ``loader`` is another iterable, which has no statistics.
+        TypeError: If ``loader`` is not a ``DataLoader`` and has no statistics.
     """
     if not hasattr(loader, "stats"):
         raise TypeError(f"progress needs an aioloader.DataLoader, got {type(loader)}")
@@ -79,14 +79,14 @@ def progress(
 
 
 class WithProgress(Generic[Batch]):
-    """The iterable that ``progress`` returns."""
+    """The iterable that ``progress`` returns; each iteration has a new display."""
 
     def __init__(self, loader: Any, new_meter: "Callable[[], Meter]") -> None:
         self._loader = loader
         self._new_meter = new_meter
 
     def __len__(self) -> int:
-        """Return ``len(loader)``, if it is known."""
+        """Return ``len(loader)``; raise as the loader does if it has no length."""
         return len(self._loader)
 
     def __iter__(self) -> "ProgressIterator[Batch]":
@@ -97,16 +97,16 @@ class WithProgress(Generic[Batch]):
 
 
 class ProgressIterator(OneIteration, Generic[Batch]):
-    """The loader's iterator, with a display; both end together.
+    """A loader's iterator with a display; both end together.
 
-    Like the loader's own, dropping it releases everything, ``close`` and ``aclose``
-    wait for that, and no frame of a traceback holds it.
+    Like the loader's iterator, it releases everything when it is deleted. ``close`` and
+    ``aclose`` wait for that. No frame of a traceback keeps a reference to it.
     """
 
     def __init__(self, batches: Any, meter: "Meter") -> None:
         self._batches = batches
         self._meter = meter
-        # At the interpreter's exit the display need not be closed.
+        # At the interpreter's exit the display is not closed.
         weakref.finalize(self, meter.close).atexit = False
 
     def __iter__(self) -> "ProgressIterator[Batch]":
@@ -127,7 +127,7 @@ class ProgressIterator(OneIteration, Generic[Batch]):
         finally:
             del self
         meter.batches += 1
-        return batch  # nothing is called here: an interrupt would lose it
+        return batch  # no call here: an interrupt would lose the batch
 
     async def __anext__(self) -> Batch:
         meter = self._meter
@@ -155,7 +155,7 @@ class ProgressIterator(OneIteration, Generic[Batch]):
 
 
 class Meter:
-    """Statistics of one iteration, and the time of their next update."""
+    """The progress of one iteration, its display, and the time of the next update."""
 
     def __init__(
         self,
@@ -170,23 +170,23 @@ class Meter:
                 total = len(loader)
         self.batches = 0  # delivered in this iteration
         self.total: int | None = total
-        self.resumed: int = 0  # the position in the epoch where it started
+        self.resumed: int = 0  # the batch of the epoch where it started
         self.rates: str = ""
         self._loader = loader
         self._desc = desc
         self._make_display = _display_of(file, desc=desc, leave=leave)
         self._display: Any = None  # made when there is something to show
         self.began: float = clock()
-        self.due: float = self.began  # when to update next
+        self.due: float = self.began  # when to update next; infinite when closed
         looks = 1 + _RATE_UPDATES
         if self._make_display is None:
             self.due = _logged.setdefault(loader, self.began) + LOGGED_EVERY
             looks = 2
-        # For each update: time, batches, seconds of waiting.
+        # For each of the latest updates: time, batches, total seconds of waiting.
         self._looks = deque([(self.began, 0, 0.0)], maxlen=looks)
         self._next_measure: float = self.began
         self._epoch: int | None = None
-        self._shown = 0  # batches
+        self._shown = 0  # batches shown
 
     def look(self) -> None:
         now = clock()
@@ -202,7 +202,7 @@ class Meter:
         self._show()
 
     def finish(self) -> None:
-        """Show the statistics of the whole iteration and close the display."""
+        """Show the final number of batches and rates, and close the display."""
         try:
             if self.batches and self.due < inf and self._make_display is not None:
                 self._measure(clock())
@@ -211,7 +211,7 @@ class Meter:
             self.close()
 
     def close(self) -> None:
-        """Close the display. Finalizers call it, so it does not use the loader."""
+        """Close the display. Called by finalizers, so it does not use the loader."""
         is_open, self.due = self.due < inf, inf
         if self._display is None or not is_open:
             return
@@ -235,19 +235,19 @@ class Meter:
     def _show(self) -> None:
         self._shown = self.batches
         if self._make_display is None:
-            _log.info("%s", str(self))  # a record may be formatted later
+            _log.info("%s", str(self))  # it may be formatted later
             return
-        with suppress(OSError, ValueError):  # the terminal is gone
+        with suppress(OSError, ValueError):  # the terminal was closed
             if self._display is None:
                 self._display = self._make_display(self)
             self._display.show(self)
 
     def _measure(self, now: float) -> None:
-        """Compute the rates over the latest updates."""
+        """Set ``rates`` to the text of the rates over the latest updates."""
         stats = self._loader.stats()
         if self._epoch is None:
             self.resumed = stats.resumed_at
-        elif stats.epoch != self._epoch:  # another iteration has started meanwhile
+        elif stats.epoch != self._epoch:  # another iteration of the loader has started
             self._looks.clear()
         self._epoch = stats.epoch
         self._looks.append((now, self.batches, stats.waited))
@@ -267,7 +267,7 @@ class Meter:
 
 
 class _Line:
-    """One line of plain text, written over and over."""
+    """A display without tqdm: one line of text, overwritten at each update."""
 
     def __init__(self, file: TextIO, *, leave: bool) -> None:
         self._file = file
@@ -290,19 +290,19 @@ class _Line:
 def _display_of(
     given: TextIO | None, *, desc: str | None, leave: bool
 ) -> Callable[[Meter], Any] | None:
-    """Return a function that makes a display; None if nobody sees the file."""
+    """Return a function that makes a display; None without a terminal or notebook."""
     file = sys.stderr if given is None else given
     is_seen = type(file).__module__.startswith("ipykernel.")
-    with suppress(AttributeError, ValueError):  # no file; or a closed one
+    with suppress(AttributeError, ValueError):  # no file, or a closed one
         is_seen = is_seen or file.isatty()
     if not is_seen:
         return None
     try:
-        # A given file is no notebook's cell.
+        # A given file is not a notebook's cell, so it needs no widget.
         module = importlib.import_module("tqdm.auto" if given is None else "tqdm")
     except ImportError:
         return lambda _: _Line(file, leave=leave)
-    # Without tqdm's monitor thread.
+    # Interval 0: no monitor thread of tqdm.
     bar_class = type("Bar", (module.tqdm,), {"monitor_interval": 0, "show": _show_bar})
     options: dict[str, Any] = {"desc": desc, "leave": leave, "file": given}
     options |= {"unit": " batches", "mininterval": 0, "miniters": 0}
@@ -322,7 +322,7 @@ def _show_bar(bar: Any, meter: Meter) -> None:
 
 
 def _short(number: float) -> str:
-    """Return three digits and a prefix, such as ``"12.3 k"``."""
+    """Return three significant digits and a unit prefix, such as ``"12.3 k"``."""
     power = 0
     while abs(number) >= 999.5 and power < 4:
         number, power = number / 1000, power + 1

@@ -1,9 +1,9 @@
 """The utilization of each stage, computed from the records of the latest batches.
 
 All statistics are for the span from the request of the first recorded batch to the
-delivery of the last. A slot does one thing at a time: a worker, a thread, or one of the
-samples that coroutines read concurrently. Work for batches that are not recorded yet is
-missing, so slots look idle at the end.
+delivery of the last. A slot does one thing at a time: it is a worker, a thread, or one
+of the samples that coroutines read concurrently. Work on batches that are not recorded
+yet is missing, so slots look idle at the end.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,12 +18,12 @@ from numpy.typing import NDArray
 from aioloader._base.records import BatchRecord, Copy, RecordedSettings
 
 Floats: TypeAlias = NDArray[np.float64]
-# Name, begins and ends of a step of all batches, and how many samples run at a time.
+# A stage's name, its begin and end for each batch, and how many samples run at a time.
 _StageTimes: TypeAlias = tuple[str, Floats, Floats, Any]
 
-# Most seconds in which a consumer takes a batch that is ready.
+# Most seconds that a consumer needs to take a batch that is ready.
 _MAX_HAND_OVER = 200e-6
-# A consumer waited for a batch if its wait is more than this share of the transport,
+# A consumer's wait for a batch counts if it is longer than this share of the transport,
 # and longer than the drawing of indices.
 _WAITED_SHARE = 0.02
 
@@ -32,26 +32,26 @@ _WAITED_SHARE = 0.02
 class StageStats:
     """What one stage did in the recorded span.
 
-    A slot starves while it has no work: no input is there yet, or no batch is
-    requested. It is blocked while it does a later step of a batch, or has no work while
-    finished batches wait for their consumer (or for an earlier batch).
+    A slot starves while it has no work: its input is not ready, or no batch is
+    requested. A slot is blocked while it does a later stage of a batch, or has no work
+    while finished batches wait for the consumer or for an earlier batch.
 
     Attributes:
-        name: ``"sampler"`` (it, or the batch sampler, makes indices in the consumer's
-            thread), ``"read"``, ``"transform"``, ``"collate"``, ``"transport"`` (from
-            collated until the consumer, or the device stage, could take it; estimated
-            if that did not wait), ``"device"`` (moving it there) or ``"consumer"``
-            (busy from taking a batch to asking for the next).
-        lanes: How many of its jobs run at a time.
-        items: Batches.
+        name: ``"sampler"`` (drawing indices, in the consumer's thread), ``"read"``,
+            ``"transform"``, ``"collate"``, ``"transport"`` (from collated until the
+            consumer or the device stage could take the batch; estimated if neither
+            waited), ``"device"`` (moving the batch there) or ``"consumer"`` (busy from
+            taking a batch to requesting the next).
+        lanes: How many slots the stage has: jobs that run at a time.
+        items: How many batches passed the stage.
         busy: Seconds of work, summed over slots, as are the next two.
         starved: Seconds without work to do.
-        blocked: Seconds in which it could not pass on its output.
+        blocked: Seconds in which the stage could not pass on its output.
         p50: The median of seconds per batch; for samples that are read concurrently,
-            the time until all are there.
-        p95: The 95th percentile.
-        p99: The 99th percentile.
-        nbytes: For the device stage, the bytes copied.
+            the time until all of a batch are read.
+        p95: The 95th percentile of seconds per batch.
+        p99: The 99th percentile of seconds per batch.
+        nbytes: Bytes copied, for the device stage.
     """
 
     name: str
@@ -76,7 +76,7 @@ class StageStats:
 
     @property
     def utilisation(self) -> float:
-        """Share of the time in which a slot was busy, from 0 to 1."""
+        """Share of the slots' time in which they were busy, from 0 to 1."""
         return self.shares["busy"]
 
 
@@ -85,9 +85,9 @@ def stage_stats(
     setting: RecordedSettings,
     copies: Sequence[Copy] = (),
 ) -> tuple[StageStats, ...]:
-    """Return what each stage did; nothing without records.
+    """Return what each stage did; empty without records.
 
-    For each, ``busy + starved + blocked`` is ``lanes`` times the seconds of the span.
+    Each stage's ``busy + starved + blocked`` is ``lanes`` times the span's seconds.
     """
     if not records:
         return ()
@@ -100,9 +100,9 @@ def stage_stats(
 def until_copied(
     records: Sequence[BatchRecord], setting: RecordedSettings, copies: Sequence[Copy]
 ) -> tuple[Sequence[BatchRecord], RecordedSettings]:
-    """Return the records with the device stage as the consumer.
+    """Return records and settings in which the device stage is the consumer.
 
-    Without copies, they are unchanged.
+    Both are unchanged if there are no copies.
     """
     if not copies:
         return records, setting
@@ -116,7 +116,7 @@ def until_copied(
 
 
 def copy_seconds(copies: Sequence[Copy]) -> dict[int, float]:
-    """Return how long each batch's copy took, by number; copies run one by one."""
+    """Return the seconds of each batch's copy, by number; copies run one by one."""
     seconds, free = {}, 0.0
     for copy in copies:
         seconds[copy.number] = max(0.0, copy.ended - max(copy.began, free))
@@ -125,7 +125,7 @@ def copy_seconds(copies: Sequence[Copy]) -> dict[int, float]:
 
 
 def _weight(busy: Floats, seconds: Floats) -> Floats:
-    """Return how many samples of each batch were in work at the same time."""
+    """Return how many samples of each batch were processed concurrently, on average."""
     weight = np.ones(len(busy))
     is_summed = (busy > 0) & (seconds > 0)
     weight[is_summed] = busy[is_summed] / seconds[is_summed]
@@ -133,7 +133,7 @@ def _weight(busy: Floats, seconds: Floats) -> Floats:
 
 
 def percentiles(seconds: Sequence[float] | Floats) -> tuple[float, float, float]:
-    """Return the 50th, 95th and 99th percentile; zeros without values."""
+    """Return the 50th, 95th and 99th percentiles; zeros without values."""
     if not len(seconds):
         return 0.0, 0.0, 0.0
     p50, p95, p99 = np.percentile(seconds, (50, 95, 99))
@@ -141,15 +141,15 @@ def percentiles(seconds: Sequence[float] | Floats) -> tuple[float, float, float]
 
 
 def is_made(record: BatchRecord) -> bool:
-    """Tell whether the record has the times when the batch was made."""
+    """Tell whether the record has the times of the batch's stages."""
     return record.made[4] != 0
 
 
 def hand_over(records: Sequence[BatchRecord], setting: RecordedSettings) -> float:
-    """Return the seconds in which a consumer takes a batch that is ready.
+    """Return the seconds that a consumer needs to take a batch that is ready.
 
-    It is the recorded minimum, up to a limit; 0 if batches are moved to a device, or
-    made on request.
+    This is the recorded minimum, up to a limit. It is 0 if batches are moved to a
+    device or made inline.
     """
     if setting.on_device or setting.place == "inline":
         return 0.0
@@ -163,12 +163,12 @@ def hand_over(records: Sequence[BatchRecord], setting: RecordedSettings) -> floa
 def transports(
     records: Sequence[BatchRecord], setting: RecordedSettings
 ) -> tuple[Floats, Floats]:
-    """Return the seconds of each batch's transport, and when it could be taken.
+    """Return the seconds of each batch's transport, and when the batch could be taken.
 
-    Transport is visible if the consumer waited; with a device, where batches move one
-    after another, it counts from the previous batch. Otherwise it is hidden, and
-    assumed to be the median, limited by the available time. Inline, it is the rest of
-    the time from request to delivery.
+    If the consumer waited, transport is visible. With a device, where batches move one
+    by one, it counts from the previous batch. Otherwise, transport is assumed to take
+    the median time, but not more than was available. Inline, it is the time from
+    request to delivery in which the batch was not made.
     """
     ends = np.array([record.taken - record.drawn for record in records])
     if setting.place == "inline":
@@ -189,7 +189,7 @@ def transports(
 def seen_transports(
     records: Sequence[BatchRecord], setting: RecordedSettings
 ) -> dict[int, float]:
-    """Return the transport seconds of the batches that the consumer waited for."""
+    """Return the transport seconds, by index, of batches that the consumer awaited."""
     least = hand_over(records, setting)
     known: dict[int, float] = {}
     free = 0.0
@@ -205,7 +205,7 @@ def seen_transports(
 
 
 def _waited(record: BatchRecord) -> float:
-    """Return how long the consumer waited for a batch, besides drawing indices."""
+    """Return the seconds that the consumer waited, without the drawing of indices."""
     return record.taken - record.asked - record.drawn
 
 
@@ -222,7 +222,7 @@ def held_back(records: Sequence[BatchRecord], setting: RecordedSettings) -> floa
 
 
 def _union(begins: Floats, ends: Floats) -> Callable[[Any], Any]:
-    """Return a function: how much of the intervals' union lies before given times."""
+    """Return a function of times: how much of the intervals' union lies before each."""
     order = np.argsort(begins)
     begins, ends = begins[order], np.maximum.accumulate(ends[order])
     # An interval starts a new part of the union if all earlier ones have ended.
@@ -237,7 +237,7 @@ def _union(begins: Floats, ends: Floats) -> Callable[[Any], Any]:
 
 
 class _Timeline:
-    """The recorded span, as arrays: one entry per batch."""
+    """The times in the recorded span, as arrays with one entry per batch."""
 
     def __init__(
         self,
@@ -257,7 +257,7 @@ class _Timeline:
         self._made = np.array([record.made for record in records if is_made(record)]).T
 
     def draw(self) -> StageStats:
-        """Return the stage that draws indices; all other work blocks it."""
+        """Return the sampler's stage; it is blocked whenever it does not draw."""
         busy, seconds = float(self._drawn.sum()), self._end - self._begin
         return StageStats(
             *("sampler", 1, self._items, busy, 0.0, max(0.0, seconds - busy)),
@@ -265,7 +265,7 @@ class _Timeline:
         )
 
     def making(self) -> list[StageStats]:
-        """Return the stages that make batches; none if their times are not known."""
+        """Return the stages that make batches; empty if no record has their times."""
         if not self._is_made.any():
             return []
         setting, making = self._setting, self._setting.making_lanes
@@ -291,7 +291,7 @@ class _Timeline:
     def _shared(
         self, lanes: int, steps: list[_StageTimes], lying: Callable[[Any], Any]
     ) -> list[StageStats]:
-        """Return stages that share slots, which run one step after another."""
+        """Return stages that share slots; a slot runs a batch's ``steps`` in turn."""
         busy, within = [], 0.0
         for _, begin, end, weight in steps:
             begins, ends = self._clip(begin), self._clip(end)
@@ -325,7 +325,7 @@ class _Timeline:
         )
 
     def device(self, copies: Sequence[Copy]) -> StageStats:
-        """Return the device stage; it starves while it has room for a batch."""
+        """Return the device stage; it starves while it has room but no batch."""
         times = np.array([(copy.asked, copy.began, copy.ended) for copy in copies])
         asked, began, ended = self._clip(times.T)
         seconds = self._end - self._begin
@@ -339,7 +339,7 @@ class _Timeline:
         )
 
     def consumer(self) -> StageStats:
-        """Return the consumer's steps, from taking a batch to asking for the next."""
+        """Return the consumer's stage: busy in its steps, starved while it waits."""
         steps = self._asked[1:] - self._taken[:-1]
         waits = float((self._taken - self._asked).sum())
         return StageStats(

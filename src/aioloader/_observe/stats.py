@@ -1,4 +1,4 @@
-"""The statistics of one epoch, as ``loader.stats()`` shows them."""
+"""The statistics of one epoch, as ``loader.stats()`` returns them."""
 
 import bisect
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,9 +16,9 @@ from aioloader._observe.stages import (
     stage_stats,
 )
 
-# A loop that is blocked for a smaller share of the time gets no line.
+# A loop that is blocked for a smaller share of the time is not reported.
 _LEAST_LAG = 0.05
-# The heads of a table of stages.
+# The column heads of a table of stages.
 HEADS = ("stage", "lanes", "busy", "starved", "blocked", "p50", "p95", "p99")
 
 
@@ -31,11 +31,11 @@ class Percentiles(NamedTuple):
 
 
 class Listed(NamedTuple):
-    """The listing of an epoch's shards, before the first was read.
+    """How the shards of an epoch were listed, before the first was read.
 
     Attributes:
-        shards: Number of shards.
-        seconds: How long it took.
+        shards: How many shards were listed.
+        seconds: How long the listing took.
     """
 
     shards: int
@@ -46,9 +46,9 @@ class SourceStats(NamedTuple):
     """How much of one source of a mixture was read.
 
     Attributes:
-        samples: The samples that the mixture has taken from it.
-        passes: Which pass over it is under way, as its ``repeat`` counts them from 1; 0
-            before its first sample. The mean of readers.
+        samples: How many samples the mixture has taken from the source.
+        passes: The current pass over the source, as its ``repeat`` counts from 1; 0
+            before the source's first sample. The mean over this rank's readers.
     """
 
     samples: int
@@ -59,30 +59,30 @@ class SourceStats(NamedTuple):
 class LoaderStats:
     """The statistics of the latest epoch so far, from ``loader.stats()``.
 
-    The properties are about the latest batches, at most 1,024, and are computed on
-    request.
+    The properties describe the latest batches, at most 1,024, and are computed when
+    accessed.
 
     Attributes:
         epoch: Epoch number, from 0; -1 before the first.
-        batches: Batches delivered.
-        waited: Seconds the consumer waited for batches that were not ready. A plain
-            ``for`` that makes its batches itself waits while it makes them.
+        batches: Batches delivered in this epoch.
+        waited: Seconds the consumer waited for batches that were not ready. If a plain
+            ``for`` makes its batches itself, making them counts as waiting.
         in_flight: Batches requested and not yet delivered.
         failures: Samples that failed and were skipped or replaced.
         retries: Reads that the loader's ``retry`` has repeated.
         worker_deaths: Worker processes that died, over all epochs.
         worker_restarts: Worker processes started to replace them.
-        resumed_at: Batches of a resumed epoch that were delivered before.
+        resumed_at: Batches that were delivered before, if the epoch was resumed.
         batch_bytes: Bytes of tensors, arrays, bytes and text in a batch: the mean of
             every 16th, and of some of the first; 0 if none was measured.
-        listed: The listing of a stream's shards, if this process did it.
-        loop_lag: How the event loop that reads samples in this process is blocked;
-            None if there is none, or it is not yet measured.
+        listed: How a stream's shards were listed, if this process listed them.
+        loop_lag: How long the event loop that reads samples here was blocked; None if
+            there is no such loop in this process, or nothing is measured yet.
         device_bytes: Device memory of batches that were moved and not yet delivered.
-        sources: Of a mixture of streams, how much this rank's readers have read of each
-            source, by name: up to the position of ``state_dict()``, so samples that
-            are still in later steps do not count.
-        iteration: Identifies the iteration: two may have the same epoch number.
+        sources: For a mixture of streams, how much of each source this rank's readers
+            have read, by name. It counts up to the position of ``state_dict()``, so
+            samples that are still in later steps are not included.
+        iteration: Identity of the iteration, since two may have the same epoch number.
     """
 
     epoch: int
@@ -109,7 +109,7 @@ class LoaderStats:
 
     @property
     def recent(self) -> int:
-        """How many batches are recorded."""
+        """How many batches are recorded, up to 1,024; the properties describe these."""
         return len(self._records)
 
     @property
@@ -120,18 +120,18 @@ class LoaderStats:
 
     @property
     def samples(self) -> int:
-        """How many samples the recorded batches have."""
+        """How many samples the recorded batches have in total."""
         return sum(record.samples for record in self._records)
 
     @cached_property
     def waits(self) -> Percentiles:
-        """Seconds from requesting a batch to receiving it."""
+        """Percentiles of the seconds from requesting a batch to receiving it."""
         waits = [record.taken - record.asked for record in self._records]
         return Percentiles(*percentiles(waits))
 
     @cached_property
     def queued(self) -> float:
-        """The mean number of ready batches when one was requested."""
+        """Mean number of batches that were ready when the consumer requested one."""
         collated = sorted(record.made[4] for record in self._records if is_made(record))
         queued = [
             max(0, bisect.bisect_right(collated, record.asked) - number)
@@ -146,11 +146,11 @@ class LoaderStats:
 
     @cached_property
     def stages(self) -> tuple[StageStats, ...]:
-        """The stages of the recorded batches."""
+        """What each stage did for the recorded batches, in pipeline order."""
         return stage_stats(self._records, self._setting, self._copies)
 
     def __str__(self) -> str:
-        """Return a table of the stages, at most 100 columns wide."""
+        """Return the statistics as text with a table of stages, at most 100 columns."""
         waited = seconds_text(self.waited)
         flight = f"{self.in_flight} in flight; waited {waited}"
         lines = [f"epoch {self.epoch}: {self.batches:,} batches, {flight}"]
@@ -200,7 +200,7 @@ class LoaderStats:
 
 
 def stage_rows(stages: Sequence[StageStats]) -> Iterator[tuple[str, ...]]:
-    """Yield the rows of a table of stages."""
+    """Yield the rows of a table of stages, as text under ``HEADS``."""
     for stage in stages:
         shares = (f"{share:.0%}" for share in stage.shares.values())
         yield (

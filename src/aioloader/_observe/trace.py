@@ -1,8 +1,8 @@
 """Records as a trace: Chrome's trace event format, which Perfetto opens.
 
-There is a track for the consumer (its steps and waits), tracks for reads, and one for
-each worker, or two if batches overlap. Times are on the clock of ``torch.profiler``, so
-that both files can be merged: microseconds of Unix time since ``baseTimeNanoseconds``.
+There are tracks for the consumer's steps and waits, reads, each worker, and copies to
+the device, and more if jobs overlap. Times are on ``torch.profiler``'s clock, so that
+files can be merged: microseconds of Unix time since ``baseTimeNanoseconds``.
 Source: "Trace Event Format" (Google, 2016); for the clock, libkineto's
 ``ChromeTraceBaseTime`` (torch 2.13).
 """
@@ -32,12 +32,12 @@ from aioloader._observe.stages import is_made
 
 Event: TypeAlias = dict[str, Any]
 StrPath: TypeAlias = str | os.PathLike[str]
-# The place of a kind of tracks from the top, a slot, and the track's name.
+# The position of this kind of track from the top, the slot, and the track's name.
 _Track: TypeAlias = tuple[int, int, str]
 
-# Kineto's base is a multiple of this since 1970: three mean months.
+# Kineto's base time is a multiple of this, three mean months, after 1970.
 _QUARTER_NS = 7_889_238 * 10**9
-# Process ids are below this.
+# Process ids are below this, so ids of traces are above it.
 _BEYOND_PROCESSES = 1 << 22
 _traces = itertools.count(1)
 _CONSUMER: _Track = (0, 0, "consumer")
@@ -49,7 +49,7 @@ _STEPS = ("read", "queued", "transform", "collate")
 
 @dataclass
 class Traced:
-    """The part of a trace for one epoch: what was delivered and copied meanwhile."""
+    """One epoch's part of a trace: records of the batches delivered and copied."""
 
     counters: Counters
     setting: RecordedSettings
@@ -66,28 +66,28 @@ class Traced:
 
 
 class Trace:
-    """Collect all records in a ``with`` block and write them at its end.
+    """A context manager that collects all records and writes them when it exits.
 
-    A batch costs an entry of a list. If the block raises, the trace is written all the
-    same: in this thread after ``with``, in another after ``async with``.
+    Collecting costs one list entry per batch. The file is also written if the block
+    raises: in this thread for ``with``, in another thread for ``async with``.
 
     Args:
-        path: The JSON file; an existing one is replaced once all is written. It is
+        path: The JSON file; it replaces an existing one only when complete. It is
             compressed if the name ends with ``".gz"``.
-        traces: The loader's active traces; includes this one during the block.
+        traces: The loader's active traces; contains this one during the block.
     """
 
     def __init__(self, path: StrPath, traces: "list[Trace]") -> None:
         self._path = Path(path)
         self._traces = traces
         self._traced: list[Traced] = []
-        self._unix: int | None = None  # since the block began
+        self._unix: int | None = None  # set when the block starts
 
     def follow(self, counters: Counters, setting: RecordedSettings) -> None:
         """Collect the records of an epoch during the block.
 
-        The loader calls it for the epochs under way when it makes the trace, and for
-        each that starts in the block, before its first batch.
+        The loader calls this for epochs under way when the trace is made, and for each
+        epoch that starts in the block, before its first batch.
         """
         traced = Traced(counters, setting)
         self._traced.append(traced)
@@ -112,7 +112,7 @@ class Trace:
         await in_thread(self._write, error)
 
     def _start(self, *, has_folder: bool) -> Self:
-        if not has_folder:  # it fails before the block, not after it
+        if not has_folder:  # fail before the block, not after it
             folder = self._path.parent
             raise FileNotFoundError(
                 f"there is no folder '{folder}' for the trace: make it"
@@ -131,7 +131,7 @@ class Trace:
             epoch.stop()
 
     def _write(self, error: BaseException | None) -> None:
-        """Write the file completely or not at all."""
+        """Write the file, completely or not at all; ``error``: the block's, if any."""
         assert self._unix is not None
         traced, self._traced = self._traced, []
         epochs = [
@@ -156,9 +156,9 @@ class Trace:
 
 
 def _unix_of_clock() -> int:
-    """Return the nanoseconds since 1970 when ``time.perf_counter_ns`` was 0.
+    """Return the Unix time, in nanoseconds, when ``time.perf_counter_ns`` was 0.
 
-    Both clocks run at the same rate. The best of some tries: within a microsecond.
+    Both clocks run at the same rate. The best of 8 tries is exact to a microsecond.
     """
     tries = []
     for _ in range(8):
@@ -170,16 +170,16 @@ def _unix_of_clock() -> int:
 
 
 def merge_traces(ours: StrPath, theirs: StrPath, out: StrPath) -> None:
-    """Write a loader's trace and a profiler's as one file.
+    """Merge a loader's trace and a profiler's into one file.
 
     Args:
-        ours: Written by ``loader.trace``.
-        theirs: Written by ``torch.profiler``, or another one of ``loader.trace``.
-        out: The file to write. All files are compressed if their name ends with
+        ours: A file that ``loader.trace`` has written.
+        theirs: A file that ``torch.profiler``, or again ``loader.trace``, has written.
+        out: The file to write. Any of the files is compressed if its name ends with
             ``".gz"``.
 
     Raises:
-        ValueError: If one of them is not a trace.
+        ValueError: If one of the two files is not a trace.
     """
     mine, profile = _read_json(ours), _read_json(theirs)
     events, profiled = mine.pop("traceEvents"), profile.pop("traceEvents")
@@ -202,7 +202,7 @@ def _extent(events: Iterable[Event]) -> tuple[float, float]:
 
 
 class _Slices(NamedTuple):
-    """Slices that follow each other on one track: their names, begins, and the end."""
+    """Consecutive slices on one track; ``times``: their begins and the last end."""
 
     track: _Track
     names: Sequence[str]
@@ -213,7 +213,7 @@ class _Slices(NamedTuple):
 def trace_events(
     traced: Sequence[Traced], origin: int, process: int
 ) -> Iterator[Event]:
-    """Yield the events of a trace.
+    """Yield the events of a trace; ``process`` is its id, unique in a merged file.
 
     ``origin``: nanoseconds from the file's base to the zero of ``time.perf_counter``.
     """
@@ -248,7 +248,7 @@ def trace_events(
 
 
 def _on_tracks(jobs: Iterable[_Slices]) -> dict[tuple[_Track, int], list[_Slices]]:
-    """Put jobs that took time on tracks; jobs that overlap get numbered tracks."""
+    """Assign jobs of nonzero duration to tracks; those that overlap get several."""
     tracks: dict[tuple[_Track, int], list[_Slices]] = {}
     lasting = [job for job in jobs if job.times[-1] > job.times[0]]
     for job in sorted(lasting, key=lambda job: job.times[0]):
@@ -261,7 +261,7 @@ def _on_tracks(jobs: Iterable[_Slices]) -> dict[tuple[_Track, int], list[_Slices
 
 
 def _jobs(traced: Traced) -> Iterator[_Slices]:
-    """Yield the jobs of an epoch, also those that took no time."""
+    """Yield an epoch's steps, waits, batches and copies, even if they took no time."""
     epoch = {"epoch": traced.counters.epoch}
     wait = "make" if traced.setting.place == "inline" else "wait"
     before: BatchRecord | None = None
@@ -271,14 +271,14 @@ def _jobs(traced: Traced) -> Iterator[_Slices]:
             yield _Slices(_CONSUMER, ["step"], [before.taken, record.asked], args)
         before = record
         args = epoch | {"batch": record.number, "samples": record.samples}
-        # Indices of this batch are drawn before it is made; of later ones, afterwards.
+        # Inline, a batch's indices are drawn first; else later batches', at the end.
         is_first = traced.setting.place == "inline"
         drawn = record.asked + record.drawn if is_first else record.taken - record.drawn
         names = ["sampler", wait] if is_first else [wait, "sampler"]
         yield _Slices(_CONSUMER, names, [record.asked, drawn, record.taken], args)
         if is_made(record):
             yield from _making(traced.setting, record, args)
-    free = 0.0  # when the copy before had ended
+    free = 0.0  # when the previous copy had ended
     for number, _, began, ended, nbytes in traced.copies:
         args = epoch | {"batch": number, "bytes": nbytes}
         yield _Slices(_COPIES, ["copy"], [max(began, free), ended], args)
@@ -297,7 +297,7 @@ def _making(
     args |= {name: seconds for name, seconds in spent.items() if seconds}
     names: Sequence[str] = _STEPS
     times: Sequence[float] = marks
-    # Reads run in another place than later steps, several batches at a time.
+    # Reads run elsewhere than later steps, for several batches at a time.
     if setting.place == "loop" or (setting.workers and not setting.reads_in_workers):
         yield _Slices(_READS, names[:2], times[:3], args)
         names, times = names[2:], times[2:]
@@ -307,7 +307,7 @@ def _making(
 
 
 def _ready(traced: Traced) -> Iterator[tuple[float, int]]:
-    """Yield the changes of the number of batches that wait for the consumer."""
+    """Yield a time and +1 or -1 whenever a batch becomes ready or is taken."""
     if traced.setting.place != "inline":
         for record in filter(is_made, starmap(BatchRecord, traced.records)):
             yield record.made[4], 1
@@ -315,7 +315,7 @@ def _ready(traced: Traced) -> Iterator[tuple[float, int]]:
 
 
 def _opened(path: Path, mode: str, encoding: str | None = None) -> Any:
-    """Open a file; one whose name ends with ``".gz"`` is compressed."""
+    """Open a file, through gzip if its name ends with ``".gz"``."""
     opener: Any = gzip.open if path.suffix == ".gz" else Path.open
     return opener(path, mode, encoding=encoding)
 
@@ -330,9 +330,9 @@ def _read_json(path: StrPath) -> dict[str, Any]:
 
 
 def _write_json(path: Path, head: dict[str, Any], events: Iterable[Event]) -> None:
-    """Write a trace event by event."""
+    """Write a trace to ``path``, one event per line, from an iterator."""
     with replacing(path) as partial, _opened(partial, "wt", "utf-8") as file:
-        # The loader accepts numbers of numpy's.
+        # `default`: settings may have numpy's integers, which the loader accepts.
         file.write(json.dumps(head, default=int)[:-1] + ', "traceEvents": [\n')
         for number, event in enumerate(events):
             file.write((",\n" if number else "") + json.dumps(event))
@@ -341,7 +341,7 @@ def _write_json(path: Path, head: dict[str, Any], events: Iterable[Event]) -> No
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a path to write to; the file is there only once it is complete."""
+    """Yield a temporary path to write; it becomes ``path`` if the block succeeds."""
     partial = path.with_name(f".{os.getpid()}.partial.{path.name}")
     try:
         yield partial

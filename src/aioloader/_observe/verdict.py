@@ -1,10 +1,10 @@
-"""Decide whether the loader limits training, by which stage, and which change helps.
+"""Decide whether the loader limits training, at which stage, and which change helps.
 
-For each change of an argument, and for each stage at twice its speed, the times of the
-recorded batches are computed again (``pace``). The advice is the change with the
-largest speed-up there, limited by the time waited and by what idle processors and slots
-allow. None is advised if the time computed for the recorded setting differs from the
-measured one, or by more than the speed-up.
+The times of the recorded batches are computed again (``pace``) for each change of an
+argument, and for each stage at twice its speed. Speed-ups are limited by the measured
+wait and by idle processors and slots. The advice is the cheapest change close to the
+largest speed-up. Nothing is advised if the model's error is too large: the difference
+between computed and measured time under the recorded settings.
 """
 
 from collections.abc import Sequence
@@ -20,26 +20,26 @@ from aioloader._observe.costs import Costs, costs_of, start_seconds
 from aioloader._observe.pace import pace, seconds_per_batch, taken_times, window_of
 from aioloader._observe.stats import LoaderStats
 
-# Below this share of waiting, nothing limits training.
+# Below this share of waiting, the loader does not limit training.
 _LEAST_WAIT = 0.02
-# The least speed-up of an advice, in percent; more if the error of the pace is larger.
+# The least speed-up to advise, in percent; the error of the pace is added.
 _LEAST_GAIN = 5.0
 # A cheaper change is preferred if it achieves this share of the best speed.
 _AS_GOOD = 0.95
-# An argument is preferred to new code if it achieves this share of its speed.
+# Changed arguments are preferred to new code if they achieve this share of its speed.
 _AS_FAST = 0.75
 # With fewer batches, the verdict is a guess, and nothing is advised.
 _LEAST_BATCHES = 16
-# The loop is the verdict only if it is blocked for this share of the time.
+# A blocked loop is the bottleneck only if blocked for this share of the time.
 _LEAST_LAG = 0.1
-# Processors are the limit if they allow no greater speed-up.
+# Processors are the limit if they allow less than this speed-up, as a factor.
 _CORES_BUSY = 1.25
-# A loop that computes for this share of the time is why its reads take longer.
+# If a loop computes for this share of the time, that slows its reads, not the store.
 _LOOP_BUSY = 0.5
 # Nothing is advised if the pace of the recorded setting is off by more than this.
 _MAX_ERROR = 0.15
 
-# Nothing is advised about these: no step of a transport is seen, only the rest.
+# No advice for these: transport is not measured, only the time that remains.
 _UNSEEN = {"transport", "nothing"}
 _STAGES = ("read", "transform", "collate", "transport", "device", "sampler", "consumer")
 _WORDS = {
@@ -58,15 +58,15 @@ _ON_HOST = "Page-locking batches, or Device.transform, is the bottleneck"
 
 @dataclass(frozen=True)
 class Advice:
-    """The one change with the largest speed-up.
+    """The one change that the report recommends.
 
     Attributes:
         argument: What to change: an argument of ``DataLoader`` or ``Device``, or a
             coroutine's name.
-        old: Its value.
-        new: Its new value.
-        gain: Expected speed-up in steps per second, percent.
-        why: One sentence.
+        old: Its present value.
+        new: The value to set.
+        gain: Expected speed-up in steps per second, in percent.
+        why: The reason, as a clause.
     """
 
     argument: str
@@ -83,11 +83,11 @@ class Advice:
 
 
 class HeadRoom(NamedTuple):
-    """The utilization of the accelerator if steps get faster.
+    """The accelerator's utilisation if training steps were faster.
 
     Attributes:
         speed: Speed of a step, as a multiple of the present speed.
-        utilisation: Share of the time that it computes then, from 0 to 1.
+        utilisation: Share of the time in which it would compute, from 0 to 1.
     """
 
     speed: int
@@ -96,23 +96,23 @@ class HeadRoom(NamedTuple):
 
 @dataclass(frozen=True)
 class Report:
-    """The report of ``loader.report()``.
+    """A verdict on a loader's speed, as ``loader.report()`` returns it.
 
     Attributes:
         headline: What limits training, in one sentence.
         stage: The limiting stage: ``"read"``, ``"transform"``, ``"collate"``,
             ``"transport"``, ``"device"``, ``"sampler"``, ``"consumer"``, ``"loop"``;
             ``"start"`` if each epoch waits for its workers; ``"nothing"`` if the
-            consumer hardly waits; ``"unknown"`` if too little is recorded.
-        advice: What to change, or None if nothing is 5 percent faster.
-        limit: Without advice: what sets the pace.
+            consumer hardly waits; ``"unknown"`` with fewer than two records.
+        advice: What to change; None if nothing is reliably 5 percent faster.
+        limit: If there is no advice: why, and what sets the pace.
         wait_share: Share of the time that the consumer waits, from 0 to 1, including
             waits for the GIL if threads of the loader hold it.
-        head_room: For steps as fast as now, twice and four times as fast; empty if
-            ``model_error`` is above 15 percent.
-        batches: How many batches this is computed from.
-        model_error: Error of the pace computed for the recorded setting, as a share of
-            the seconds per batch.
+        head_room: The accelerator's utilisation with steps at 1, 2 and 4 times their
+            speed; empty if ``model_error`` is above 15 percent either way.
+        batches: How many batches the report is computed from.
+        model_error: Error of the seconds per batch computed for the recorded settings,
+            as a share of the measured seconds.
         remarks: Other facts: failures, dead workers, the slowest rank.
     """
 
@@ -128,7 +128,7 @@ class Report:
 
     @property
     def confidence(self) -> str:
-        """How reliable it is, as text."""
+        """How reliable the report is, as text."""
         if self.batches < _LEAST_BATCHES:
             return f"a guess, measured over only {self.batches} batches"
         words = f"measured over the latest {self.batches} batches"
@@ -162,8 +162,8 @@ def report(
 ) -> Report:
     """Return the verdict on a loader.
 
-    Failures and deaths in ``stats`` become remarks, and a blocked loop outranks the
-    stages that it slows down.
+    Failures and dead workers in ``stats`` become remarks. A blocked event loop outranks
+    the stages that it slows down.
     """
     remarks = _remarks(stats)
     lag = None if stats is None else stats.loop_lag
@@ -190,7 +190,7 @@ def report(
 
 
 def head_room(costs: Costs, setting: RecordedSettings) -> tuple[HeadRoom, ...]:
-    """Return how busy the accelerator is with steps at 1, 2 and 4 times the speed."""
+    """Return the accelerator's utilisation with steps at 1, 2 and 4 times the speed."""
     rooms = []
     for speed in (1, 2, 4):
         faster = costs.scaled("consumer", 1 / speed)
@@ -202,19 +202,19 @@ def head_room(costs: Costs, setting: RecordedSettings) -> tuple[HeadRoom, ...]:
 
 @dataclass(frozen=True)
 class _Case:
-    """A loader as it was recorded."""
+    """A loader's records and costs, and the verdict computed from them."""
 
     costs: Costs
     setting: RecordedSettings
     records: Sequence[BatchRecord]
-    start: float = 0.0  # seconds of each epoch in which workers start
+    start: float = 0.0  # seconds that starting workers takes per epoch
     lag: LoopLag | None = None
 
     @cached_property
     def settled(self) -> Sequence[BatchRecord]:
         """The records without the first ones, which are late.
 
-        They wait for workers and for the window to fill.
+        The first batches wait until workers have started and the window is full.
         """
         records = self.records
         first = min(len(records) // 4, window_of(self.setting, self.costs))
@@ -222,29 +222,29 @@ class _Case:
 
     @cached_property
     def measured(self) -> float:
-        """The measured seconds per batch."""
+        """The measured seconds per batch, from the ``settled`` records."""
         settled = self.settled
         return (settled[-1].taken - settled[0].taken) / (len(settled) - 1)
 
     @cached_property
     def wait_share(self) -> float:
-        """Share of the time that the consumer waits."""
+        """Share of the time that the consumer waits for batches or the GIL."""
         waits = [record.taken - record.asked for record in self.settled[1:]]
         waited = sum(waits) / len(waits) + self.costs.locked
         return min(1.0, waited / self.measured) if self.measured else 0.0
 
     @cached_property
     def now(self) -> float:
-        """The computed seconds per batch."""
+        """The computed seconds per batch under the recorded settings."""
         return seconds_per_batch(self.costs, self.setting)
 
     @cached_property
     def error(self) -> float:
-        """Error of the computed seconds, as a share of the measured ones."""
+        """Error of the computed seconds per batch, as a share of the measured ones."""
         seconds, records, count = self.now, self.records, len(self.costs.step)
         is_ahead = self.setting.place != "inline" and self.setting.window != 0
         if is_ahead and not records[0].number and len(records) == count + 1:
-            # All of an epoch: batches may come in bursts for long after its start.
+            # The records cover a whole epoch, in which batches may long come in bursts.
             first = len(records) - len(self.settled)
             requests = self.setting.length or inf
             taken = taken_times(self.costs, self.setting, count + 1, requests)
@@ -254,17 +254,17 @@ class _Case:
 
     @property
     def is_guess(self) -> bool:
-        """Whether too few batches are measured to advise anything."""
+        """Whether too few batches were measured to advise anything."""
         return len(self.costs.step) < _LEAST_BATCHES
 
     @property
     def is_doubtful(self) -> bool:
-        """Whether the computed pace is too far from the measured one to conclude."""
+        """Whether the computed pace differs too much from the measured one."""
         return abs(self.error) > _MAX_ERROR
 
     @cached_property
     def cores(self) -> float:
-        """How many times faster the processors could do the same work."""
+        """How many times faster this machine's processors could do the same work."""
         setting, costs = self.setting, self.costs
         used = setting.used
         is_apart = setting.place == "workers" and not setting.is_shared
@@ -273,19 +273,19 @@ class _Case:
         return setting.cores * (1 - costs.delay) * _inverse(used)
 
     def most(self, change: Change) -> float:
-        """Return the greatest speed-up that the measurements allow for a change.
+        """Return a change's largest speed-up, as a factor, that measurements allow.
 
-        At best only the sampler is waited for, and no processor is idle; if the same
-        slots make batches, nor is the thread of the event loop. If threads make them,
-        what this process computes takes turns at the GIL.
+        At most, the consumer waits only for the sampler, and all processors are busy.
+        If the change keeps the slots that make batches, the event loop's thread is a
+        limit, too. So is this process's use of the GIL if threads would make batches.
         """
         setting, then = self.setting, change.setting
         drawing = float(self.costs.sampler.mean()) / max(self.measured, 1e-9)
         waits = _inverse(1 - max(0.0, self.wait_share - drawing))
         if change.start < 0:
-            return 1.0  # only starts are saved
+            return 1.0  # the change only saves starts
         if then == setting:
-            return waits  # the work itself is less
+            return waits  # the change reduces the work itself
         bounds = [waits, max(1.0, self.cores)]
         if then.is_shared:
             bounds.append(_inverse(setting.used / max(1e-9, 1 - self.costs.delay)))
@@ -295,7 +295,7 @@ class _Case:
         return min(bounds)
 
     def gain(self, change: Change) -> float:
-        """Return the speed-up of a change in steps of whole epochs, percent."""
+        """Return a change's speed-up over whole epochs, in percent."""
         then = seconds_per_batch(change.costs, change.setting)
         then = max(then, self.now / self.most(change))
         share = then / self.now if self.now else 1.0
@@ -307,11 +307,11 @@ class _Case:
     def best(self) -> tuple[Change, float] | None:
         """Return the change to make and its speed-up in percent, or None.
 
-        None: no change is worth it, or too few batches are measured. Otherwise the
-        cheapest change within 5 percent of the best speed, or within a quarter if that
-        needs new code; among equal ones the first, which changes least. The starts of
-        workers are measured, not computed: to keep workers is advised whatever the
-        error of the computed pace.
+        None: no change is worth it, or too few batches are measured. Arguments are
+        preferred to new code if they reach three quarters of its speed. The result is
+        the cheapest change within 5 percent of the fastest; of equally cheap ones the
+        first, which changes least. Keeping workers is advised whatever the model's
+        error, because the time of their starts is measured.
         """
         if self.is_guess:
             return None
@@ -333,11 +333,11 @@ class _Case:
 
     @property
     def enough(self) -> float:
-        """The least speed-up that is advised, in percent: some, beyond the error."""
+        """The least speed-up worth advising, in percent: 5, plus the model's error."""
         return _LEAST_GAIN + 100 * abs(self.error)
 
     def judged(self) -> tuple[str, Advice | None]:
-        """Return the stage that limits training, and the advice."""
+        """Return the stage that limits training, and the advice, if any."""
         best = self.best()
         if best is not None and best[0].argument == "persistent_workers":
             stage = "start"
@@ -354,7 +354,7 @@ class _Case:
         return stage, advice
 
     def _slowest(self) -> str:
-        """Return the stage that saves most at twice its speed."""
+        """Return the stage that would save the most time at twice its speed."""
         has_device = self.setting.on_device > 0
         stages = [stage for stage in _STAGES if has_device or stage != "device"]
         halved = [self.costs.scaled(stage, 0.5) for stage in stages]
@@ -362,14 +362,14 @@ class _Case:
         return stages[seconds.index(min(seconds))]
 
     def _freed(self, lag: LoopLag, advised: Advice | None) -> Advice | None:
-        """Return the advice to free the loop, with an upper bound of the speed-up.
+        """Return the advice to unblock the event loop; its speed-up is an upper bound.
 
-        It is None if the loop is not the cause.
+        None if the loop is not the bottleneck, or if too little would be saved.
         """
         is_known = lag.culprit or lag.is_unseen
         if not is_known or lag.share < _LEAST_LAG or self.is_guess:
             return None
-        # As many calls at a time as a process pool or asyncio.to_thread makes.
+        # How many calls a process pool or asyncio.to_thread would run at a time.
         setting = self.setting
         most = setting.cores if lag.computes else setting.concurrency
         most = 1000 if lag.is_callers else most
@@ -387,7 +387,7 @@ class _Case:
             new = "a process pool" if lag.computes else "asyncio.to_thread"
             advice = Advice(lag.culprit, "the event loop", new, gain, why)
         if lag.computes and advised is not None and advised.argument == "num_workers":
-            advice = advised  # a thread would share the interpreter lock with the loop
+            advice = advised  # workers do not share a GIL with the loop
         return advice if advice.gain >= _LEAST_GAIN else None
 
     def headline(self, stage: str) -> str:
@@ -410,7 +410,7 @@ class _Case:
         return f"{words}: {waits}."
 
     def limit(self, stage: str) -> str:
-        """Return what limits the speed if no change of an argument helps."""
+        """Return why there is no advice, and what limits the speed, as text."""
         setting = self.setting
         none = f"No argument would bring {times_text(self.enough)} the steps per second"
         is_handed = stage == "transport" and setting.place in {"thread", "workers"}
