@@ -50,9 +50,9 @@ def from_iterable(source: IterableSource) -> Stream[Any]:
     Args:
         source: An iterable that can be iterated in every epoch, or a function that
             returns an iterable, such as a generator function. Each reader iterates it.
-            Its ``set_epoch``, if any, is called with the number of each epoch; in later
-            passes of ``repeat``, with a distinct number below 2**31. If it iterates a
-            loader of aioloader, that loader uses the same number.
+            The iterable's ``set_epoch``, if any, is called with each epoch's number; in
+            later passes of ``repeat``, with a distinct number below 2**31. A loader of
+            aioloader in ``source`` uses the same number.
 
     Raises:
         TypeError: If ``source`` is something else, or an iterator.
@@ -69,7 +69,7 @@ def from_async_iterable(source: AsyncSource) -> Stream[Any]:
 
     Args:
         source: An async iterable, or a function that returns one, such as an async
-            generator function. A stream that it iterates uses the same epoch.
+            generator function. Streams that ``source`` iterates use the same epoch.
 
     Raises:
         TypeError: If ``source`` is something else, or an async iterator.
