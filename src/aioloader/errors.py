@@ -32,7 +32,7 @@ UNRELEASED = " @ git+https://github.com/aioloader/aioloader"
 
 @dataclass(eq=False, repr=False)
 class LoaderError(Exception):
-    """Base of every error that aioloader itself raises."""
+    """Base class of aioloader's own exception classes."""
 
     message: InitVar[str] = ""
 

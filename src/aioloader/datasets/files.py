@@ -208,7 +208,7 @@ class FileDataset(Dataset[Coroutine[Any, Any, bytes]], LoopDataset, Named):
     async def discover(
         cls, pattern: StrPath, *, root: StrPath | None = None, num_threads: int = 4
     ) -> Self:
-        """Construct without blocking the event loop; arguments as for the class."""
+        """Create a dataset without blocking the loop; arguments as for the class."""
         make = partial(cls, pattern, root=root, num_threads=num_threads)
         return await in_thread(make, abandon_on_cancel=True)
 

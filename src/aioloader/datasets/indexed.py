@@ -129,7 +129,7 @@ class IndexedDataset(Dataset[Coroutine[Any, Any, Any]], LoopDataset):
         pack: "str | os.PathLike[str] | None" = None,
         scan: bool | OnProgress = False,
     ) -> Self:
-        """Construct without blocking the event loop; arguments as for the class."""
+        """Create a dataset without blocking the loop; arguments as for the class."""
         shards = await _find(stream, pack, scan)
         self = cls.__new__(cls)
         self._set_shards(stream, shards)

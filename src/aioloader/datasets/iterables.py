@@ -143,7 +143,7 @@ class _IterableCursor(Cursor):
         self._same_errors = SameErrors()
 
     async def _next(self, count: int) -> tuple[list[Any], bool]:
-        """Return the next samples of all readers, and whether the source has ended."""
+        """Return the source's next samples, and whether the source has ended."""
         with under_way(self._reading):
             if self._is_async:
                 failure = self._begin(aiter)

@@ -306,7 +306,7 @@ class MDSFormat(ByteFormat):
         return table[1:]
 
     def open(self, shard: Any, position: ShardPosition, budget: int) -> ShardReader:
-        """Return a reader of one shard."""
+        """Return a reader of a shard, or of a part of one, from ``position`` on."""
         # Read a whole shard to its end: extra bytes reveal that the index is wrong.
         stop = None if shard.stop == shard.size else shard.stop
         allow = self._allow_unsafe_types

@@ -20,7 +20,7 @@ from aioloader.protocols import HasLifespan
 
 
 class Named(HasLifespan):
-    """A map-style dataset of bytes, each with a name like a path."""
+    """Base class of map-style datasets whose samples have names like paths."""
 
     # Without this, `for x in dataset` never ends: only awaiting raises IndexError.
     __iter__: ClassVar[None] = None
@@ -36,7 +36,7 @@ class Named(HasLifespan):
 
     @abc.abstractmethod
     def __getitem__(self, index: SupportsIndex) -> Coroutine[Any, Any, Any]:
-        """Read one sample."""
+        """Return a coroutine that reads one sample."""
 
     def decode(self, *specs: DecoderSpec) -> "Named":
         """Return the dataset with its bytes decoded by the extensions of the names.

@@ -109,7 +109,7 @@ class ObjectDataset(
         store_options: Mapping[str, Any] | None = None,
         requests: Requests | None = None,
     ) -> Self:
-        """Construct without blocking the event loop; arguments as for the class."""
+        """Create a dataset without blocking the loop; arguments as for the class."""
         _check(prefix)
         # In a thread, because creating a store reads certificates.
         options = hidden(store_options)

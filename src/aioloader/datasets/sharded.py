@@ -66,7 +66,7 @@ _MAX_ASSIGNMENTS = 2
 
 
 class OrderOptions(TypedDict, total=False):
-    """Keywords of every ``ShardedStream``."""
+    """Keyword arguments of every ``ShardedStream``."""
 
     shuffle: bool
     seed: int
@@ -76,7 +76,7 @@ class OrderOptions(TypedDict, total=False):
 
 
 class StreamOptions(OrderOptions, total=False):
-    """Keywords of every stream whose shards are in a store or on disk."""
+    """Keyword arguments of every stream whose shards are in a store or on disk."""
 
     store: "str | PathLike[str] | ObjectStore | Source | None"
     store_options: Mapping[str, Any] | None
@@ -182,7 +182,7 @@ class ShardedStream(Stream[Sample_co]):
         return [""]
 
     def describe(self) -> State:
-        """Return the format's description, and the order of shards and slots."""
+        """Return the format's description, and the settings of the order."""
         return {
             "kind": type(self).__name__,
             **self.made_by.describe(),

@@ -117,7 +117,7 @@ class Lookup(abc.ABC):
 
     @abc.abstractmethod
     async def aclose(self) -> None:
-        """Disconnect."""
+        """Close the connections of this loop; later queries open new ones."""
 
     @abc.abstractmethod
     async def _list(self) -> RowKeys: ...
@@ -443,7 +443,7 @@ class SQLRows(Dataset[Coroutine[Any, Any, Row]], LoopDataset):
         key: str,
         **options: Unpack[_RowsOptions],
     ) -> Self:
-        """Construct without blocking the event loop; arguments as for the class."""
+        """Create a dataset without blocking the loop; arguments as for the class."""
         dataset = cls(url, table, key=key, keys=(), **options)
         dataset._keys = await dataset._list()
         return dataset
@@ -463,7 +463,7 @@ class SQLRows(Dataset[Coroutine[Any, Any, Row]], LoopDataset):
             index: Position in ``keys``; negative ones count from the end.
 
         Returns:
-            Column name to value, owned by the caller.
+            A dict of values by column, owned by the caller.
 
         Raises:
             IndexError: If ``index`` is out of range.

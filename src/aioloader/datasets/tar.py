@@ -322,7 +322,7 @@ class _Archive:
         return member
 
     def _skip_pax(self, block: bytes, body: int) -> int:
-        """Return where an irrelevant PAX header ends; 0 if it must be parsed."""
+        """Return the offset after an irrelevant PAX header; 0 if it must be parsed."""
         size = _size_of_pax(block)
         if size is None:
             return 0
@@ -385,7 +385,7 @@ class _Archive:
         return block
 
     def _skip_map(self, block: bytes) -> Steps:
-        """Skip the rest of a sparse member's map, which its size does not include."""
+        """Skip the rest of a sparse member's map, which the size field excludes."""
         has_more = block[_TYPE] == _SPARSE and block[482]
         while has_more:
             block = yield from self._feed.take(_BLOCK)
@@ -396,7 +396,7 @@ class _Archive:
     def _read_body(
         self, owner: str, size: int, *, is_kept: bool = True
     ) -> Generator[None, None, bytes]:
-        """Read a body and skip its padding; without ``is_kept``, skip both."""
+        """Return a body, and skip its padding; without ``is_kept``, skip both."""
         feed, begin, data = self._feed, self._feed.at, b""
         padded = size + (-size & 511)
         if is_kept:
@@ -409,7 +409,7 @@ class _Archive:
         return data
 
     def _read_end(self, block: bytes, *, is_between: bool) -> Steps:
-        """Check the end of the archive, which starts with ``block``."""
+        """Check the archive's end marker, whose first block is ``block``."""
         feed = self._feed
         if len(block) < _BLOCK:
             if block or not is_between:
@@ -481,7 +481,7 @@ class _Archive:
         return f"; sample {self._key!r} at byte {self._start:,} is lost{todo}"
 
     def _field_of(self, name: bytes, size: int, start: int) -> str | None:
-        """Return the field for a member's body; None to skip it.
+        """Return the field for a member's body; None if the body is to be skipped.
 
         A new key ends the current sample. Names with a known ending take a fast path.
         """
@@ -517,7 +517,7 @@ class _Archive:
         return None if self._failure else field
 
     def _end_sample(self) -> None:
-        """Finish the current sample; log if an earlier one had its key."""
+        """Finish the current sample; warn if it seems to belong to an earlier one."""
         key, fields = self._key, self._fields
         if key is None:
             return

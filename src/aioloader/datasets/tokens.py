@@ -165,7 +165,7 @@ class TokenDataset(Dataset[Any]):
         store_options: Mapping[str, Any] | None = None,
         requests: Requests | None = None,
     ) -> Self:
-        """Construct without blocking the event loop; arguments as for the class."""
+        """Create a dataset without blocking the loop; arguments as for the class."""
         make = partial(cls, path, length, dtype, eos, store=store)
         make = partial(make, store_options=store_options, requests=requests)
         return await in_thread(make, abandon_on_cancel=True)
@@ -581,7 +581,7 @@ class TokenWriter:
         """Write one document; concurrent calls are served in order.
 
         After a TypeError or ValueError the document is not written, and the writer
-        stays open. After a failed save it is closed: open another one, which resumes.
+        stays open. A failed save closes the writer: open another one, which resumes.
 
         Args:
             tokens: 1-D integers, copied; an empty sequence is an empty document.

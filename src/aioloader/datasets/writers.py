@@ -168,7 +168,7 @@ class _Manifest:
 
 
 class WriterOptions(TypedDict, total=False):
-    """Keywords of every ``ShardWriter``."""
+    """Keyword arguments of every ``ShardWriter``."""
 
     shard_bytes: int
     shard_samples: int | None
@@ -177,7 +177,7 @@ class WriterOptions(TypedDict, total=False):
 
 
 class ParquetOptions(WriterOptions, total=False):
-    """Keywords of ``ParquetWriter``."""
+    """Keyword arguments of ``ParquetWriter``."""
 
     schema: Any
     compression: str
@@ -285,7 +285,7 @@ class ShardWriter(abc.ABC):
         """Write one sample; concurrent calls are served in order.
 
         After a TypeError or ValueError the sample is not written, and the writer stays
-        open. After other errors it is closed; a new one resumes after the last shard.
+        open. Other errors close the writer; a new one resumes after the last shard.
 
         Raises:
             TypeError: If the sample or one of its values has an unsuitable type.

@@ -51,7 +51,7 @@ class Resources:
         """Fail if the process holds more than at the time of this snapshot.
 
         Raises:
-            AssertionError: Lists the leaks.
+            AssertionError: If it does; lists the leaks.
         """
         for _ in range(_COLLECTIONS):
             gc.collect()
@@ -79,7 +79,7 @@ def no_leaks() -> Iterator[None]:
     """Fail if the ``with`` block leaks tasks or anything listed in ``Resources``.
 
     Raises:
-        AssertionError: Lists the leaks.
+        AssertionError: If it does; lists the leaks.
     """
     before, tasks = Resources.now(), _tasks()
     yield
