@@ -110,7 +110,7 @@ class TrainerMixin:
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> Any:
         first, loader = kwargs.get("epochs_trained"), kwargs.get("train_dataloader")
-        if first and first == kwargs.get("epoch"):  # resumed
+        if first and first == kwargs.get("epoch"):  # a resumed run
             _warn_of_other_samples(loader, first)
         trainer = importlib.import_module("transformers.trainer")
         parent: Any = super()

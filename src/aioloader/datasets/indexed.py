@@ -77,7 +77,7 @@ class IndexedDataset(Dataset[Coroutine[Any, Any, Any]], LoopDataset):
       Megatron-Energon and NeMo, or the head of each MDS shard;
     - or else a scan of all bytes of a shard, if ``scan`` is set.
 
-    If a shard changes after a pack, a scan or a first read, its next read fails.
+    If a shard changes after it was packed, scanned or first read, its next read fails.
     Concurrent reads of nearby samples of a shard are merged. Several event loops can
     share the dataset. Leaving its async context calls ``aclose``; a loader does this.
 

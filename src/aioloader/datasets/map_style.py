@@ -214,7 +214,7 @@ class _ReadCursor(_PositionCursor, Mapped):
         return samples
 
     async def _close(self) -> None:
-        close_coroutines(self._results)  # if they were not awaited
+        close_coroutines(self._results)  # those never awaited
         await super()._close()
 
 

@@ -373,7 +373,7 @@ class StoredStream(ShardedStream[Sample_co]):
 
 
 class ByteStream(StoredStream[Sample_co]):
-    """A stream of shards whose bytes a function or spec decodes.
+    """A stream of shards of bytes, which a generator function turns into samples.
 
     Args:
         addresses: As for ``StoredStream``. Names that end in ``.gz``, ``.zst``,

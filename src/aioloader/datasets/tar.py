@@ -55,7 +55,7 @@ _MAX_EXTENDED_BYTES = 1 << 20
 
 # Typeflags.
 _PAX, _GLOBAL, _LONG_NAME = b"xgL"
-_PAX_KINDS = b"xX"  # X is Solaris' x
+_PAX_KINDS = b"xX"  # Solaris writes X for x
 _SPARSE = ord("S")
 _REGULAR = b"0\x007S"
 _LINKS = b"12"

@@ -441,7 +441,7 @@ def _map_file(path: str, version: Version) -> Buffer:
 def _map_descriptor(descriptor: int) -> mmap.mmap:
     mapped = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
     if _HAS_MADVISE:
-        # Without it, the system reads megabytes around each page that is not cached.
+        # By default, the system reads megabytes around each page that is not cached.
         mapped.madvise(mmap.MADV_RANDOM)
     return mapped
 
