@@ -55,7 +55,7 @@ class DatasetError(LoaderError):
     """Data could not be read or written, after all retries.
 
     Attributes:
-        location: Address of the object, such as ``"s3://bucket/key"``; no credentials.
+        location: The object, such as ``"s3://bucket/key"``, without credentials.
         attempts: How often the request was tried; at least 1.
     """
 

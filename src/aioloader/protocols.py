@@ -33,7 +33,7 @@ class HasLifespan(abc.ABC):
     """An aioloader dataset or iterator whose resources belong to an event loop.
 
     Only aioloader's own classes derive from it. For a user's dataset, the loader enters
-    only the context manager that its argument ``lifespan`` returns.
+    only the context manager that the argument ``lifespan`` returns.
     """
 
     @abc.abstractmethod
@@ -304,11 +304,11 @@ def reads_async(dataset: object) -> bool:
 def batch_getter(dataset: object) -> Callable[[Any], Any] | None:
     """Return ``dataset.__getitems__`` if it can replace ``__getitem__``, or None.
 
-    An inherited ``__getitems__`` ignores that a subclass overrides ``__getitem__``
-    (pytorch/pytorch#163184). So it counts only if its class is that of ``__getitem__``,
-    or a subclass. For torch's ``Subset``, the inner dataset decides. Other plain
-    wrappers of async datasets (``StackDataset``) look into the samples, so they are not
-    asked for batches.
+    An inherited ``__getitems__`` ignores a subclass's own ``__getitem__``
+    (pytorch/pytorch#163184), so it counts only if the class that defines
+    ``__getitem__``, or a subclass of that, defines it. For torch's ``Subset``, the
+    inner dataset decides. Other plain wrappers of async datasets (``StackDataset``)
+    look into the samples, so their ``__getitems__`` is not used.
     """
     is_torchs = Subset.__getitems__.__module__ == Subset.__module__  # not replaced
     if type(dataset) is Subset and is_torchs and batch_getter(dataset.dataset) is None:
