@@ -52,7 +52,7 @@ def _rebuild(cls: type[LoaderError], args: tuple[Any, ...]) -> LoaderError:
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class DatasetError(LoaderError):
-    """Data could not be read or written, after all retries.
+    """Data is damaged, or could not be read or written despite retries.
 
     Attributes:
         location: The object, such as ``"s3://bucket/key"``, without credentials.
