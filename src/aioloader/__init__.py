@@ -1,8 +1,8 @@
-"""The asyncio-native streaming data loader for PyTorch.
+"""An asyncio-native streaming data loader for PyTorch.
 
-``async for batch in DataLoader(dataset, ...)``: torch's arguments, samples read
-concurrently from files, object stores and databases, native to async code. The import
-is cheap: parts that only some programs need are imported on first use.
+``async for batch in DataLoader(dataset, ...)`` takes torch's arguments and reads
+samples concurrently from files, object stores and databases. Modules that only some
+programs need are imported on first use, so that ``import aioloader`` is fast.
 """
 
 import importlib

@@ -1,9 +1,9 @@
-"""Hugging Face's accelerate and ``Trainer``, with this engine under their loaders.
+"""Use aioloader's loaders with Hugging Face's accelerate and ``Trainer``.
 
-``Accelerator.prepare`` rebuilds a loader as one of torch's class, which has no
-``transform`` and cannot read async datasets. Here accelerate makes its decisions
-(ranks, seeds, device), and the loader that it wraps is then rebuilt from all of its
-arguments.
+``Accelerator.prepare`` rebuilds a loader as torch's ``DataLoader``, which has no
+``transform`` and cannot read async datasets. Here accelerate decides about ranks, seeds
+and device. The ``aioloader.DataLoader`` inside accelerate's wrapper is then rebuilt
+with all of its arguments.
 
 Example:
     >>> from aioloader.accelerate import prepare
@@ -38,7 +38,7 @@ __all__ = ["AsyncIterableDatasetShard", "TrainerMixin", "prepare", "skip_first_b
 
 # Arguments that determine the samples: accelerate decides them.
 _DECIDED = ("dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "drop_last")
-# Arguments that torch's class would act on in the temporary loader of accelerate.
+# Arguments hidden from accelerate's temporary torch loader, which would act on them.
 _HIDDEN = (
     *("num_workers", "prefetch_factor", "persistent_workers", "pin_memory"),
     *("multiprocessing_context", "timeout", "worker_init_fn"),
@@ -46,29 +46,29 @@ _HIDDEN = (
 
 
 def prepare(accelerator: Any, *objects: Any) -> Any:
-    """Prepare objects as ``accelerator.prepare`` does; loaders keep their engine.
+    """Prepare objects like ``accelerator.prepare``, but keep aioloader's loaders.
 
     Args:
         accelerator: An ``accelerate.Accelerator``.
-        objects: Models, optimizers, schedulers, loaders of any class.
+        objects: Models, optimizers, schedulers, and loaders of any class.
 
     Returns:
-        The prepared objects, in the same order; a single one not in a tuple. A loader
-        becomes accelerate's wrapper, whose ``base_dataloader`` is an
-        ``aioloader.DataLoader``.
+        The prepared objects in the same order, or a single object itself. An aioloader
+        loader becomes the ``base_dataloader`` of accelerate's wrapper, which is
+        returned in its place.
 
     Raises:
-        ValueError: If a loader splits samples between ranks itself, or has a loaded
-            state.
+        ValueError: If a loader has ``rank`` or ``world_size`` while accelerate has
+            several processes, or if it has a loaded state.
     """
     return accelerator.prepare(*(_prepared(accelerator, part) for part in objects))
 
 
 def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
-    """Return ``dataloader`` without its first batches, as accelerate's function does.
+    """Return a loader that skips the first batches, like accelerate's function.
 
     Args:
-        dataloader: Prepared or not, of any class.
+        dataloader: A loader of any class, prepared or not.
         num_batches: How many batches to skip.
     """
     base = getattr(dataloader, "base_dataloader", dataloader)
@@ -85,7 +85,7 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
 
 
 class TrainerMixin:
-    """Give a ``transformers.Trainer`` this engine; list it before ``Trainer``.
+    """Makes a ``transformers.Trainer`` use aioloader; list it before ``Trainer``.
 
     Example:
         >>> class MyTrainer(TrainerMixin, Trainer):
@@ -110,7 +110,7 @@ class TrainerMixin:
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> Any:
         first, loader = kwargs.get("epochs_trained"), kwargs.get("train_dataloader")
-        if first and first == kwargs.get("epoch"):  # resumed
+        if first and first == kwargs.get("epoch"):  # a resumed run
             _warn_of_other_samples(loader, first)
         trainer = importlib.import_module("transformers.trainer")
         parent: Any = super()
@@ -121,7 +121,7 @@ class TrainerMixin:
 def _warn_of_other_samples(loader: Any, epoch: int) -> None:
     base = getattr(loader, "base_dataloader", loader)
     dataset = getattr(base, "dataset", None)
-    dataset = getattr(dataset, "dataset", dataset)  # of accelerate's shard
+    dataset = getattr(dataset, "dataset", dataset)  # unwrap accelerate's shard
     if isinstance(dataset, OwnStream) and dataset.outline().continues:
         warn(
             f"training resumes in epoch {epoch}, at the beginning of {dataset!r}: the "
@@ -133,8 +133,8 @@ def _warn_of_other_samples(loader: Any, epoch: int) -> None:
 class AsyncIterableDatasetShard(theirs.IterableDatasetShard):  # type: ignore[misc]
     """Accelerate's ``IterableDatasetShard`` for a dataset with ``__aiter__``.
 
-    Every process reads the whole dataset and takes its part of each global batch; a
-    short last one is filled from the first, or dropped.
+    Every process reads the whole dataset and takes its part of each global batch. A
+    short last batch is filled up with the first batch's samples, or dropped.
     """
 
     def __iter__(self) -> Iterator[Any]:
@@ -185,16 +185,16 @@ def _prepared(accelerator: Any, loader: Any) -> Any:
 
 
 def _is_ours(loader: Any) -> bool:
-    """Tell whether ``loader`` is an aioloader one, and no wrapper that poses as one."""
+    """Tell whether ``loader`` is aioloader's own, not a wrapper posing as one."""
     return issubclass(type(loader), DataLoader)
 
 
 def _bare(loader: DataLoader[Any]) -> DataLoader[Any]:
-    """Return a copy without workers, from which torch's class can be built safely."""
+    """Return a copy without workers, which accelerate can rebuild as a torch loader."""
     bare, torchs = copy.copy(loader), inspect.signature(torch.utils.data.DataLoader)
     for name in _HIDDEN:
         object.__setattr__(bare, name, torchs.parameters[name].default)
-    bare._is_accelerate_prepared = False  # set: the property does not check
+    bare._is_accelerate_prepared = False  # avoids the property's check
     return bare
 
 
@@ -205,7 +205,7 @@ def _arguments(loader: Any) -> dict[str, Any]:
 
 
 def _with_engine(prepared: Any, cls: type, arguments: dict[str, Any]) -> Any:
-    """Replace the loader that accelerate made by a loader of ``cls``."""
+    """Replace the torch loader in accelerate's wrapper with a ``cls`` loader."""
     engine = _engine(prepared.base_dataloader, cls, arguments)
     prepared.base_dataloader = engine
     prepared.dl_state_dict = engine.state_dict()
@@ -214,7 +214,7 @@ def _with_engine(prepared: Any, cls: type, arguments: dict[str, Any]) -> Any:
 
 
 def _engine(base: Any, cls: type, arguments: dict[str, Any]) -> DataLoader[Any]:
-    """Return a loader of ``cls`` with the samples of ``base``."""
+    """Return a loader of class ``cls`` that reads the samples of ``base``."""
     dataset = base.dataset
     is_shard = isinstance(dataset, theirs.IterableDatasetShard)
     is_ours = isinstance(dataset, AsyncIterableDatasetShard)

@@ -1,10 +1,9 @@
-"""The exception tree.
+"""The exception classes of aioloader.
 
-Every class also derives from the builtin a caller would guess, so that
-``except RuntimeError`` or ``except FileNotFoundError`` keeps working. A user's own
-exception is never replaced: it keeps its type and gets notes. These types are for
-aioloader's own failures. Each can be made from its message alone: frameworks do so to
-raise an error again in another process::
+Where a builtin exception fits, a class also derives from it, so that ``except
+RuntimeError`` or ``except FileNotFoundError`` keeps working. A user's own exception is
+never replaced: it keeps its type and gets notes. Each class can be created from a
+message alone, because frameworks do so to raise an error again in another process::
 
     LoaderError
     ├── DatasetError                     .location .attempts
@@ -27,13 +26,13 @@ raise an error again in another process::
 from dataclasses import InitVar, dataclass
 from typing import Any
 
-# Where pip gets the package, after its name: no index has it until there is a release.
+# Follows the package's name in pip commands, until an index has a release.
 UNRELEASED = " @ git+https://github.com/aioloader/aioloader"
 
 
 @dataclass(eq=False, repr=False)
 class LoaderError(Exception):
-    """Base of every error that aioloader itself raises."""
+    """Base class of aioloader's own exception classes."""
 
     message: InitVar[str] = ""
 
@@ -41,7 +40,7 @@ class LoaderError(Exception):
         super().__init__(message)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle with keyword fields and notes kept."""
+        """Pickle the message, the keyword fields and the notes."""
         return _rebuild, (type(self), self.args), self.__dict__
 
 
@@ -53,11 +52,11 @@ def _rebuild(cls: type[LoaderError], args: tuple[Any, ...]) -> LoaderError:
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class DatasetError(LoaderError):
-    """A read failed, after its retries.
+    """Data is damaged, or could not be read or written despite retries.
 
     Attributes:
-        location: The object, such as ``"s3://bucket/key"``; never a credential.
-        attempts: How often the read was tried; at least 1.
+        location: The object, such as ``"s3://bucket/key"``, without credentials.
+        attempts: How often the request was tried; at least 1.
     """
 
     location: str = ""
@@ -69,20 +68,20 @@ class DecodeError(DatasetError, ValueError):
 
 
 class ObjectNotFoundError(DatasetError, FileNotFoundError):
-    """A key or path does not exist in its store."""
+    """An object, file or row does not exist."""
 
 
 class ObjectPermissionError(DatasetError, PermissionError):
-    """The store refused access: wrong or missing credentials."""
+    """Access was denied, for example because credentials are wrong or missing."""
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class TruncatedReadError(DatasetError, EOFError):
-    """A body ended before its announced length.
+    """Data ended before its expected length.
 
     Attributes:
-        expected: Announced size, in bytes, or None if it is not known.
-        received: Size that arrived, in bytes, or None.
+        expected: Expected size, in bytes; None if unknown.
+        received: Size of the data that arrived, in bytes; None if unknown.
     """
 
     expected: int | None = None
@@ -90,7 +89,7 @@ class TruncatedReadError(DatasetError, EOFError):
 
 
 class ShardChangedError(DatasetError):
-    """A shard has changed since a state was saved, or since it was indexed."""
+    """A shard or source has changed since a state was saved, or an index was made."""
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -114,9 +113,9 @@ class WorkerDiedError(WorkerError):
 
     Attributes:
         pid: Process identifier of the last worker that died.
-        exitcode: Its exit status; negative for the signal that killed it; None if it
-            is not known.
-        batch: Number of its batch, or None if it had none.
+        exitcode: Exit status of that worker; if a signal killed it, minus the signal's
+            number. None if unknown.
+        batch: Number of the batch that the worker was making; None if it made none.
     """
 
     pid: int | None = None
@@ -130,11 +129,11 @@ class TransportError(LoaderError):
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class BatchTooLargeError(TransportError, ValueError):
-    """The machine has no memory for a batch.
+    """A batch needs more shared memory than is available.
 
     Attributes:
-        nbytes: Size wanted, in bytes, or None if it is not known.
-        slot_bytes: The largest slot that memory allows, in bytes, or None.
+        nbytes: Size of the batch, in bytes; None if unknown.
+        slot_bytes: The available memory, in bytes; None if unknown.
     """
 
     nbytes: int | None = None
@@ -145,8 +144,8 @@ class BatchTooLargeError(TransportError, ValueError):
 class BatchTimeoutError(LoaderError, TimeoutError, RuntimeError):
     """A batch did not arrive within ``timeout`` seconds.
 
-    The time counts from when the consumer started to wait for that batch. The batch is
-    still in flight: the next step of the iterator waits for it again.
+    The time counts from when the consumer starts to wait for that batch. The batch
+    stays in flight: the iterator's next step waits for it again.
 
     Attributes:
         timeout: The timeout, in seconds, or None if it is not known.
@@ -180,7 +179,7 @@ class StateMismatchError(LoaderError, ValueError):
 
     Attributes:
         expected: The value in the state.
-        found: The value of the object that loads it.
+        found: The corresponding value of the object that loads the state.
     """
 
     expected: Any = None

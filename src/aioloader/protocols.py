@@ -1,11 +1,11 @@
-"""The interfaces of datasets, and how they are recognised.
+"""The interfaces of datasets, and how aioloader recognises them.
 
 A user's dataset is recognised by its public methods: it is *map-style*
 (``__getitem__``), *iterable* (``__iter__``) or an *async iterable* (``__aiter__``). A
-coroutine function is *async*: it runs on an event loop, many at a time. A plain
-function is *sync*: it runs off the loop. Features of aioloader's own datasets are
-recognised by base class (``HasLifespan``, ``OwnStream``, ``BlockIterator``): a user's
-object may have methods of the same names that mean something else.
+coroutine function is *async*: many calls run at a time on an event loop. A plain
+function is *sync*: it runs in other threads or processes. Features of aioloader's own
+datasets are recognised by base class (``HasLifespan``, ``OwnStream``,
+``BlockIterator``), because a user's methods of the same names may mean something else.
 """
 
 import abc
@@ -30,10 +30,10 @@ _FUNCTIONS = types.FunctionType, types.MethodType
 
 
 class HasLifespan(abc.ABC):
-    """A dataset or iterator of aioloader with resources that belong to an event loop.
+    """An aioloader dataset or iterator whose resources belong to an event loop.
 
-    Only aioloader's own classes derive from it: for a user's object the loader enters
-    only the result of the argument ``lifespan``.
+    Only aioloader's own classes derive from it. For a user's dataset, the loader enters
+    only the context manager that the argument ``lifespan`` returns.
     """
 
     @abc.abstractmethod
@@ -41,12 +41,12 @@ class HasLifespan(abc.ABC):
         """Return the context manager that each reading loop enters and leaves."""
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return JSON-ready entries of a state that identify the dataset's samples."""
+        """Return the JSON-ready entries of a state that identify the samples."""
         return {}
 
 
 class OneIteration:
-    """An iterator that cannot be copied, as torch's: a copy would take its batches."""
+    """Base class of iterators that cannot be copied or pickled, like torch's."""
 
     def __reduce__(self) -> NoReturn:
         raise NotImplementedError(
@@ -56,33 +56,33 @@ class OneIteration:
 
 
 class BlockIterator(OneIteration, HasLifespan):
-    """One iteration over an aioloader stream, which is read a block at a time."""
+    """One iteration over an aioloader stream, read one block at a time."""
 
-    # Whether several blocks may fill a batch. If not, one block is one batch: the
-    # samples at its positions, some of which may be empty.
+    # Whether several blocks may fill one batch. If not, each block is one batch, and
+    # some of its positions may have no sample.
     fills: bool
-    leaves_out: bool  # a failed sample has no position: the next one takes it
-    at: int  # positions of the epoch that this rank had passed where it starts
-    real: int | None  # how many samples of an epoch are not padding; None: all
-    refills: bool  # samples of its beginning fill a short last batch
+    leaves_out: bool  # a failed sample has no position; the next sample takes it
+    at: int  # number of the epoch's positions that this rank passed before
+    real: int | None  # number of samples per epoch without padding; None: all
+    refills: bool  # the epoch's first samples fill a short last batch
 
     @abc.abstractmethod
     def take(self, size: int, most: int) -> Iterable[tuple[Any, dict[str, Any]]]:
-        """Yield up to ``most`` blocks of ``size`` samples that were read already.
+        """Yield up to ``most`` blocks of ``size`` samples that have already been read.
 
-        None of the samples failed. Each block comes with the position after it.
+        No sample in them has failed. Each block comes with the position after it.
         """
 
     @abc.abstractmethod
     async def pull(self, limit: int, more: int = 0) -> Any:
         """Return the samples at the next ``limit`` positions, as a ``Block``.
 
-        If they come quickly, up to ``more`` samples are read as well, for ``take``. If
-        the iterator ``fills``, there are 1 to ``limit`` samples, and an empty block is
-        the end. A sample that failed is a ``FailedSample`` in a list.
+        If samples come quickly, up to ``more`` further ones are read, for ``take``.
+        With ``fills``, a block has 1 to ``limit`` samples, and an empty one is the end.
+        A list may contain failed samples, as ``FailedSample``.
 
         Raises:
-            StopAsyncIteration: At the end, if it does not fill.
+            StopAsyncIteration: At the end, without ``fills``.
         """
 
     @abc.abstractmethod
@@ -91,7 +91,7 @@ class BlockIterator(OneIteration, HasLifespan):
 
     @abc.abstractmethod
     def again(self, state: dict[str, Any] | None) -> "BlockIterator":
-        """Return an iteration over the same samples, from the first one or a state."""
+        """Return a new iteration over the same samples, from the start or ``state``."""
 
     @abc.abstractmethod
     async def aclose(self) -> None:
@@ -100,19 +100,19 @@ class BlockIterator(OneIteration, HasLifespan):
 
 @dataclass(eq=False, repr=False)
 class Outline:
-    """What a loader must know about a stream before it reads an epoch."""
+    """The properties of a stream that a loader must know before an epoch."""
 
-    ranks: tuple[int, int] | None  # our rank, and their number; None: each reads all
-    world_size: int  # how many ranks share it
-    readers: int | None  # how many take turns, if that is fixed
-    total: int | None  # samples of an epoch of all ranks, if known
+    ranks: tuple[int, int] | None  # rank and number of ranks; None: read all
+    world_size: int  # number of ranks that share the stream
+    readers: int | None  # number of readers, if ``readers()`` fixed it
+    total: int | None  # samples per epoch on all ranks together, if known
     is_endless: bool  # an epoch never ends
     continues: bool  # an epoch starts where the previous one stopped
-    chosen_epoch: int | None  # the number that the user has chosen, if any
-    # Names of parts without a state: resuming is exact if they repeat their samples.
+    chosen_epoch: int | None  # epoch number that the user set, if any
+    # Sources without a state: resuming is exact only if they repeat their samples.
     reread: list[str]
-    # Returns the ``EpochEndRounds`` in which ranks agree on the end (None without a
-    # store), given ``tail`` and the start: an epoch, and how many of its batches.
+    # Given ``tail`` and the start (an epoch, and how many of its batches), returns the
+    # ``EpochEndRounds`` in which ranks agree on the end; None without a store.
     end_talk: Callable[[Any, tuple[int, int]], Any]
 
 
@@ -132,11 +132,11 @@ class OwnStream(abc.ABC):
         has_peers: bool = False,
         is_skipped: bool = False,
     ) -> "OwnStream":
-        """Return a copy to iterate, also in workers; it takes over a loaded state.
+        """Return a copy to iterate, perhaps in a worker; it takes over a loaded state.
 
         Args:
-            ranks: A rank, and the number of ranks; None: as the stream is sharded.
-            tail: How the ranks get equal parts.
+            ranks: A rank, and the number of ranks; None: those set by ``shard``.
+            tail: How the ranks get equal parts; as for the loader.
             has_peers: Whether other processes read the same part.
             is_skipped: Whether failed samples are left out.
         """
@@ -145,17 +145,17 @@ class OwnStream(abc.ABC):
     def following(
         self, state: dict[str, Any], epoch: int, workers: int = 1
     ) -> dict[str, Any]:
-        """Return where ``epoch`` starts if the iterator before it stopped at ``state``.
+        """Return the first state of ``epoch``, if the last one ended at ``state``.
 
-        For streams that continue across epochs, read by ``workers`` of each rank. The
-        user may have chosen another epoch.
+        Only for streams that continue across epochs. ``workers`` is their number per
+        rank. An epoch number that the user set takes precedence over ``epoch``.
         """
 
     @abc.abstractmethod
     def fitted(self, state: dict[str, Any], *, strict: bool = True) -> dict[str, Any]:
         """Return the state of an iterator, converted for this stream.
 
-        ``strict``: shards must have the same versions, not only the same lengths.
+        ``strict``: require the same versions of shards, not only the same lengths.
 
         Raises:
             StateMismatchError: If the state does not fit this stream.
@@ -163,7 +163,7 @@ class OwnStream(abc.ABC):
 
     @abc.abstractmethod
     def load_position(self, state: dict[str, Any]) -> None:
-        """Start the next iteration at the ``position`` of an iterator."""
+        """Make the next iteration start at ``state``, an iterator's ``position``."""
 
 
 class Kind(enum.Enum):
@@ -177,13 +177,13 @@ class Kind(enum.Enum):
 def kind_of(dataset: object) -> Kind:
     """Return the kind of ``dataset``.
 
-    ``__aiter__`` wins over ``__getitem__``, which wins over ``__iter__``, so that a
-    list is map-style; torch's ``IterableDataset`` is iterable whatever it inherits.
+    ``__aiter__`` takes precedence, then ``__getitem__``, then ``__iter__``: a list is
+    map-style. Torch's ``IterableDataset`` is never map-style.
 
     Raises:
         TypeError: If ``dataset`` has none of the three methods.
     """
-    cls = type(dataset)  # where Python looks for them: an object may answer any name
+    cls = type(dataset)  # Python looks up methods here; an object may answer any name
     if has_aiter(dataset) or (
         isinstance(dataset, ChainDataset)
         and isinstance(dataset.datasets, (list, tuple))
@@ -218,15 +218,15 @@ def refuse_again(dataset: object, *, is_begun: bool, readers: int = 1) -> None:
 
     Args:
         dataset: The dataset.
-        is_begun: Whether an epoch of it has begun.
-        readers: How many workers would each read a copy of it.
+        is_begun: Whether an epoch has already begun to read it.
+        readers: Number of workers, each of which would read a copy of it.
 
     Raises:
-        TypeError: If it is: samples would be missing, or come from each worker.
+        TypeError: If samples would be missing, or would come from each worker.
     """
     is_once = isinstance(dataset, (Iterator, AsyncIterator))
     if not is_once or type(dataset).__module__ not in {"builtins", "itertools"}:
-        return  # a user's own may start again
+        return  # a user's own iterator may start again
     frame = getattr(dataset, "gi_frame", getattr(dataset, "ag_frame", dataset))
     name = type(dataset).__name__
     if is_begun or frame is None:
@@ -244,8 +244,8 @@ def refuse_again(dataset: object, *, is_begun: bool, readers: int = 1) -> None:
 def has_aiter(value: object) -> bool:
     """Tell whether the class of ``value`` defines ``__aiter__``.
 
-    ``__aiter__ = None`` means that it has none. Unlike ``hasattr`` this has no side
-    effects: a ``MagicMock`` makes any method that is looked up.
+    ``__aiter__ = None`` counts as not defined. Unlike ``hasattr``, this has no side
+    effects: a ``MagicMock`` creates any method that is looked up.
     """
     spaces = (vars(cls) for cls in type(value).__mro__)
     method = next(
@@ -255,7 +255,7 @@ def has_aiter(value: object) -> bool:
 
 
 def is_async_function(function: object) -> bool:
-    """Tell whether calling ``function`` gives a coroutine."""
+    """Tell whether calling ``function`` returns a coroutine."""
     while isinstance(function, functools.partial):
         function = function.func
     if function is None or isinstance(function, _FUNCTIONS):
@@ -265,7 +265,7 @@ def is_async_function(function: object) -> bool:
 
 
 def generator_of(function: object) -> str | None:
-    """Return what kind of generator calling ``function`` gives, if any."""
+    """Return the kind of generator that calling ``function`` returns, or None."""
     call = getattr(type(function), "__call__", None)  # noqa: B004  (as above)
     if inspect.isasyncgenfunction(function) or inspect.isasyncgenfunction(call):
         return "async generator"
@@ -274,7 +274,7 @@ def generator_of(function: object) -> str | None:
     return None
 
 
-# Torch's wrappers, by their methods: a subclass's methods may do anything.
+# Torch's wrappers by method, because a subclass may override the method.
 _WRAPPERS: dict[object, str] = {
     Subset.__getitem__: "dataset",
     ConcatDataset.__getitem__: "datasets",
@@ -285,9 +285,9 @@ _WRAPPERS: dict[object, str] = {
 def reads_async(dataset: object) -> bool:
     """Tell whether samples of a map-style ``dataset`` are read on an event loop.
 
-    They are if its method is a coroutine function, or if it is torch's ``Subset``,
-    ``ConcatDataset`` or ``StackDataset`` over such a dataset. Any other plain method
-    runs off the loop; if it returns an awaitable, that is awaited.
+    They are if ``__getitem__`` or ``__getitems__`` is a coroutine function, or if the
+    dataset is torch's ``Subset``, ``ConcatDataset`` or ``StackDataset`` over such a
+    dataset. Any other plain method runs off the loop; an awaitable result is awaited.
     """
     cls = type(dataset)
     item = getattr(cls, "__getitem__", None)
@@ -302,13 +302,13 @@ def reads_async(dataset: object) -> bool:
 
 
 def batch_getter(dataset: object) -> Callable[[Any], Any] | None:
-    """Return ``dataset.__getitems__`` if it can replace ``__getitem__``.
+    """Return ``dataset.__getitems__`` if it can replace ``__getitem__``, or None.
 
-    A subclass that overrides only ``__getitem__`` would get its parent's rows from an
-    inherited ``__getitems__`` (pytorch/pytorch#163184), so it counts only if it is
-    defined on the class of ``__getitem__`` or a subclass. Torch's ``Subset`` delegates
-    to the inner dataset, which decides there. Other plain wrappers of async datasets
-    (``StackDataset``) look into the samples, so theirs is not used.
+    An inherited ``__getitems__`` ignores a subclass's own ``__getitem__``
+    (pytorch/pytorch#163184), so it counts only if the class that defines
+    ``__getitem__``, or a subclass of that, defines it. For torch's ``Subset``, the
+    inner dataset decides. Other plain wrappers of async datasets (``StackDataset``)
+    look into the samples, so their ``__getitems__`` is not used.
     """
     is_torchs = Subset.__getitems__.__module__ == Subset.__module__  # not replaced
     if type(dataset) is Subset and is_torchs and batch_getter(dataset.dataset) is None:
@@ -326,16 +326,16 @@ def batch_getter(dataset: object) -> Callable[[Any], Any] | None:
 
 
 def set_epoch_of(part: object, epoch: int | None) -> None:
-    """Call ``set_epoch`` if ``part`` has it and there is a number."""
+    """Call ``part.set_epoch`` if it exists and ``epoch`` is not None."""
     hook = getattr(part, "set_epoch", None)
     if epoch is not None and callable(hook):
         hook(epoch)
 
 
 def is_stateful(part: object) -> bool:
-    """Tell whether ``part`` follows torchdata's state protocol.
+    """Tell whether ``part`` has torchdata's ``state_dict`` and ``load_state_dict``.
 
-    Its ``state_dict`` must need no argument. A ``state_dict(destination=...)``, as of
+    ``state_dict`` must need no argument. A ``state_dict(destination=...)``, as in
     modules and tensordicts, returns all the data and does not count.
     """
     save, load = (getattr(part, f"{name}state_dict", None) for name in ("", "load_"))

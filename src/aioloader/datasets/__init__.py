@@ -1,9 +1,9 @@
-"""Datasets: files, objects, shards, tables and rows.
+"""Datasets of files, objects, shards, tables and database rows.
 
-Map-style datasets (``FileDataset``, ``ObjectDataset``) read a sample by its index, with
+Map-style datasets (``FileDataset``, ``ObjectDataset``) read a sample by its index, by
 ``async def __getitem__``, so that the loader keeps ``concurrency`` reads in flight.
 Streams read shards sequentially. A dataset's module is imported when its name is first
-used, and an optional dependency when a dataset that needs it is created or read.
+used; an optional dependency, when a dataset that needs it is created or read.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""Arrow data of other libraries as a stream: tables, datasets, queries, frames, Ray."""
+"""Streams of other libraries' Arrow data: tables, datasets, queries, frames, Ray."""
 
 import sys
 from collections.abc import Iterable, Mapping
@@ -22,21 +22,20 @@ def from_arrow(
     """Return a stream of the rows of Arrow data; needs the extra ``arrow``.
 
     A ``pyarrow.Table`` or ``pyarrow.dataset.Dataset`` (or Lance's subclass) is split
-    into shards. Other sources are read from the start by each of N readers, which keeps
-    every Nth row: Polars frames, DuckDB relations and other objects with
-    ``__arrow_c_stream__``; or a function, called in every epoch, that returns such an
-    object or yields record batches. A state counts rows, so a source must return them
-    in the same order again: a query needs ORDER BY.
+    into shards. Other sources are Polars frames, DuckDB relations and other objects
+    with ``__arrow_c_stream__``, and functions that return one or yield record batches,
+    called in every epoch. Each of N readers reads these from the start and keeps every
+    Nth row. Their states count rows, so the order must repeat: a query needs ORDER BY.
 
     For Ray Data, pass the list ``dataset.streaming_split(n)``: reader k of n reads
     split k. The order changes between runs, so a state within an epoch is refused.
 
     Args:
-        source: The data.
+        source: The data, in one of these forms.
         columns: Names of the columns to read; default: all.
-        filters: The rows to read, as for ``ParquetDataset``; a dataset skips files of
+        filters: Which rows to read, as for ``ParquetDataset``. A dataset skips files of
             other partitions, and row groups by their statistics.
-        nulls: Replacements of NULL by column.
+        nulls: Replacements for NULL, by column.
         order: As for ``ShardedStream``; for tables and datasets only.
 
     Raises:
@@ -52,7 +51,7 @@ def from_arrow(
         source = pa.Table.from_batches([source])
     if isinstance(source, pa.Table):
         return ShardedStream(module.MemoryFormat(source, projection), **order)
-    dataset = sys.modules.get("pyarrow.dataset")  # imported if `source` is of it
+    dataset = sys.modules.get("pyarrow.dataset")  # imported if `source` is a dataset
     if dataset is not None and isinstance(source, dataset.Dataset):
         return ShardedStream(module.FragmentFormat(source, projection), **order)
     name = type(source).__name__

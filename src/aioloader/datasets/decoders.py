@@ -1,7 +1,7 @@
 """Decode the bytes of samples by extension: images, numbers, text and arrays.
 
-A ``Decoder`` is a plain, picklable function of a sample. It runs on the CPU: the
-``decode`` of a stream or dataset in threads, a loader's ``transform`` in its workers.
+A ``Decoder`` is a picklable function of a sample. It runs on the CPU: as the ``decode``
+of a stream or dataset in threads, as a loader's ``transform`` in its workers.
 """
 
 import difflib
@@ -79,7 +79,7 @@ class Picture:
 
 
 def pillow() -> Any:
-    """Import Pillow's Image module; the error says how to install it."""
+    """Return Pillow's ``Image`` module; the ImportError says how to install Pillow."""
     return imported("PIL.Image", "pictures", "decoding images needs Pillow")
 
 
@@ -94,7 +94,7 @@ def _torchvision() -> types.ModuleType | None:
 
 
 def _is_plain(data: bytes) -> bool:
-    """Return whether torchvision decodes an image like Pillow: 8 bits per value."""
+    """Tell whether torchvision decodes ``data`` like Pillow: a JPEG or 8-bit PNG."""
     if data.startswith(_PNG):
         return data[_PNG_DEPTH_AT : _PNG_DEPTH_AT + 1] == b"\x08"
     return data.startswith(_JPEG)
@@ -122,14 +122,14 @@ DECODERS: dict[str, Callable[[bytes], Any]] = {
 
 
 def is_buffer(value: Any) -> bool:
-    """Return whether ``value`` holds bytes, and is not an array of numbers."""
+    """Tell whether ``value`` is a buffer of bytes, not an array of numbers."""
     if isinstance(value, (bytes, bytearray, memoryview)):
         return True
     return type(value).__module__.partition(".")[0] == "obstore"
 
 
 def encode(value: Any, extension: str) -> bytes:
-    """Encode a value by extension; bytes and text stay as they are.
+    """Encode a value by its extension; bytes stay unchanged, text becomes UTF-8.
 
     Raises a TypeError or ValueError if the extension does not suit the value.
     """
@@ -144,7 +144,7 @@ def encode(value: Any, extension: str) -> bytes:
         return json.dumps(value, ensure_ascii=False).encode()
     data = io.BytesIO()
     if last in EXTENSIONS:
-        data.name = f"picture.{last}"  # Pillow takes the format from it
+        data.name = f"picture.{last}"  # Pillow infers the format from the name
         _image_of(value).save(data, **({"quality": 95} if last in _JPEGS else {}))
     elif last == "npy":
         np.save(data, np.asarray(value), allow_pickle=False)
@@ -188,11 +188,11 @@ def _image_of(value: Any) -> Any:
 class Decoder:
     """Decodes samples by the extensions of their members, like WebDataset.
 
-    A sample is a dict of bytes by extension, as from ``TarDataset``: values of names
-    that start with ``__``, and values that are not bytes, are not changed. Or it is the
-    bytes of an image, or a tuple that starts with them. ``txt``, ``cls``, ``id``,
-    ``json``, ``npy``, ``npz``, ``pth`` and their synonyms are always decoded. Bytes
-    without a decoder stay bytes; so do pickles, because they run code.
+    A sample is a dict of bytes by extension, as from ``TarDataset``; the bytes of an
+    image; or a tuple that starts with them. Values that are not bytes stay unchanged,
+    and so do those whose names start with ``__``. ``txt``, ``cls``, ``id``, ``json``,
+    ``npy``, ``npz``, ``pth`` and their synonyms are always decoded. Bytes without a
+    decoder stay bytes; so do pickles, because loading them runs code.
 
     Args:
         specs: In any order:
@@ -202,14 +202,14 @@ class Decoder:
               tensors ``(C, H, W)`` of float32 from 0 to 1; ``"rgb"`` (``"l"``,
               ``"rgba"``): arrays ``(H, W, C)``, for ``"l"`` ``(H, W)``, of float32 from
               0 to 1. With the suffix 8 (``"torchrgb8"``, ``"rgb8"``): uint8;
-            - a dict from extensions to functions of bytes, or to these words; it takes
+            - a dict from extensions to functions of bytes, or to these words. It takes
               precedence, and the longest extension wins (``"mask.png"`` over
               ``"png"``);
-            - a function of ``".extension"`` and bytes, tried next; like WebDataset's
+            - a function of ``".extension"`` and bytes, tried next. Like WebDataset's
               handlers, it returns None for extensions that it does not decode.
 
     Raises:
-        ValueError: If a word is unknown.
+        ValueError: If a word is unknown, or two words set the type of images.
         ImportError: If images need Pillow, and it is not installed.
 
     Example:
@@ -248,7 +248,7 @@ class Decoder:
         Raises:
             DecodeError: If bytes do not match their extension. Errors of the user's
                 functions are raised unchanged, with a note that names the sample.
-            TypeError: If ``sample`` has another form, or is an image, and ``specs``
+            TypeError: If ``sample`` has another form, or is an image although ``specs``
                 have no type for images.
         """
         if isinstance(sample, Mapping):
@@ -275,7 +275,7 @@ class Decoder:
         return (picture, *rest) if isinstance(sample, tuple) else picture
 
     def decode(self, data: Any, extension: str, key: str = "", url: str = "") -> Any:
-        """Return the decoded bytes of one member.
+        """Decode one member; return its bytes unchanged if there is no decoder.
 
         Args:
             data: The bytes.
@@ -309,7 +309,7 @@ class Decoder:
             raise
 
     def _named_for(self, extension: str) -> Callable[[bytes], Any] | None:
-        """Return the user's function for the longest known ending of an extension."""
+        """Return the user's function for the longest matching end of an extension."""
         while extension and self._named:
             if (function := self._named.get(extension)) is not None:
                 return function
@@ -317,7 +317,7 @@ class Decoder:
         return None
 
     def describe(self) -> dict[str, Any]:
-        """Return the formats by extension, and the names of the user's functions."""
+        """Return what a state depends on: image formats, and names of functions."""
         words = {
             ext: function.spec if isinstance(function, Picture) else "function"
             for ext, function in sorted(self._named.items(), key=lambda item: item[0])

@@ -1,9 +1,9 @@
-"""Files on disk, one sample each, as bytes.
+"""Datasets of files on disk; each file is one sample, as bytes.
 
 Files are in the order of the given paths, or sorted for a pattern. Memory holds the
-names (two buffers) and the reads in flight. Concurrent reads go to threads in chunks: a
-cached file of 100 KB, with 64 in flight, takes 11 us of the event loop, compared with
-24 for a thread per file and 44 for aiofiles (4 KB: 5, 19, 44); wall 57, 84, 125 us.
+names (two buffers) and the reads in flight. Threads read chunks of files. With 64 reads
+in flight, a cached file of 100 KB takes 11 us of the event loop, compared with 24 for
+one thread call per file and 44 for aiofiles (4 KB: 5, 19, 44); wall 57, 84, 125 us.
 """
 
 import asyncio
@@ -43,16 +43,16 @@ StrPath: TypeAlias = str | os.PathLike[str]
 
 
 class ReadBatcher:
-    """Combines the reads of one event loop into chunks for threads.
+    """Combines one event loop's reads into chunks, which threads read.
 
-    While the dataset is entered on the loop, chunks run in a separate thread pool, and
-    otherwise in the loop's default executor. Call all methods in the loop's thread.
+    While the dataset is entered on the loop, chunks run in the batcher's thread pool,
+    and otherwise in the loop's default executor. Call all methods in the loop's thread.
 
     Args:
         num_threads: Maximum number of concurrent chunks; at least 1.
 
     Attributes:
-        users: How often the dataset is entered on this loop.
+        users: How often the dataset is currently entered on this loop.
     """
 
     def __init__(self, num_threads: int) -> None:
@@ -67,8 +67,8 @@ class ReadBatcher:
     def read(self, path: str) -> "asyncio.Future[Outcome]":
         """Request the contents of one file.
 
-        The future's result is the bytes or an exception. It is never the future's
-        exception, which asyncio would log if the read is abandoned.
+        The future's result is the bytes or an exception. An error is never the future's
+        own exception, because asyncio would log it if the read is abandoned.
         """
         future: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         self._waiting.append((path, future))
@@ -77,7 +77,7 @@ class ReadBatcher:
         return future
 
     async def aclose(self) -> None:
-        """Join the threads."""
+        """Shut down the thread pool and join its threads."""
         if (pool := self._pool) is not None:
             self._pool = None
             await in_thread(pool.shutdown)
@@ -126,7 +126,7 @@ class ReadBatcher:
 
 
 def _read_all(paths: list[str]) -> tuple[list[Outcome], float]:
-    """Read the files of a chunk; return the outcomes and the seconds it took."""
+    """Read a chunk of files; return the outcomes, and the duration in seconds."""
     began = time.perf_counter()
     outcomes: list[Outcome] = []
     for path in paths:
@@ -138,7 +138,7 @@ def _read_all(paths: list[str]) -> tuple[list[Outcome], float]:
 
 
 def _read(path: str) -> bytes:
-    """Return the contents of a file; raise an error if it shrinks meanwhile."""
+    """Return a file's contents; raise an error if the file shrinks during the read."""
     # Four system calls, each of which releases the GIL; `open().read()` makes twice as
     # many (14 % more CPU for 100 KB, 60 % for 4 KB).
     fd = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0) | NO_WAIT)
@@ -160,18 +160,18 @@ def _read(path: str) -> bytes:
 class FileDataset(Dataset[Coroutine[Any, Any, bytes]], LoopDataset, Named):
     """Reads whole files, many at a time, by ``async def __getitem__``.
 
-    Several event loops can read one dataset at once, and it can be pickled. As an async
-    context manager it has ``num_threads`` threads for the loop that entered it, and
-    joins them at the last exit; a loader does this. Outside of the context, reads use
-    the loop's default executor.
+    Several event loops can read one dataset at once, and it can be pickled. A loop that
+    enters it as an async context manager gets ``num_threads`` threads, which the last
+    exit joins; a loader does this. Outside of the context, reads use the loop's default
+    executor.
 
     Args:
-        paths: A pattern, such as ``"train/**/*.png"``; the files are sorted, without
-            directories. It is expanded now, which blocks: on an event loop use ``await
+        paths: A pattern, such as ``"train/**/*.png"``, expanded now to its sorted
+            files, which blocks: on an event loop use ``await
             FileDataset.discover(...)``. Or an iterable of paths, in the order to keep.
-        root: Directory of relative paths and patterns; ``paths`` stay relative to it.
-            Default: the working directory at each read.
-        num_threads: Number of reading threads; more help with slow or remote disks.
+        root: Directory that relative paths and patterns start from; the attribute
+            ``paths`` stays relative. Default: the working directory at each read.
+        num_threads: Number of reading threads; more threads help with slow disks.
 
     Raises:
         ValueError: If nothing matches the pattern, or ``num_threads`` is below 1.
@@ -208,17 +208,17 @@ class FileDataset(Dataset[Coroutine[Any, Any, bytes]], LoopDataset, Named):
     async def discover(
         cls, pattern: StrPath, *, root: StrPath | None = None, num_threads: int = 4
     ) -> Self:
-        """Construct without blocking the event loop; arguments as for the class."""
+        """Create a dataset without blocking the loop; arguments as for the class."""
         make = partial(cls, pattern, root=root, num_threads=num_threads)
         return await in_thread(make, abandon_on_cancel=True)
 
     @property
     def paths(self) -> NameTable:
-        """The paths by index, relative to ``root`` if they were given so."""
+        """The paths by index, as given: relative ones start from ``root``."""
         return self._names
 
     def folders(self, root: str) -> list[str]:
-        """Return the folders in ``root`` that the pattern matches, if any; blocks."""
+        """Return the folders in ``root``, if the pattern matches them all; blocks."""
         start = f"{root.rstrip('/')}/" if root else ""
         below = self._pattern.removeprefix(start).partition("/")[0]
         if not self._pattern.startswith(start) or below not in {"*", "**"}:
@@ -265,7 +265,7 @@ def _fspath(path: StrPath) -> str:
 
 
 def _expand(pattern: str, root: str | None) -> list[str]:
-    """Return the files that match ``pattern``, sorted by code point."""
+    """Return the files that match, sorted by code point; raise a ValueError if none."""
     files, folders = globbed(pattern, root or "")
     if files:
         return files

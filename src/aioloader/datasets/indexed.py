@@ -1,9 +1,9 @@
-"""Random access to the samples of shards, so that they can be shuffled exactly.
+"""Random access to the samples of shards, so that all can be shuffled together.
 
-The offsets of samples come from an index: ``.idx`` files, the heads of MDS shards, a
-pack, or a scan. Remote samples are read by concurrent ranged requests, neighbours
-together; local shards are memory mapped. Memory holds 4 bytes per sample (8 if a shard
-has 4 GiB), and the reads in flight.
+The offsets of samples come from an index (``.idx`` files, the heads of MDS shards, or a
+pack) or a scan. Concurrent ranged requests read remote samples, neighbours together;
+local shards are memory mapped. Memory holds 4 bytes per sample (8 if a shard has 4
+GiB), and the reads in flight.
 """
 
 import asyncio
@@ -59,7 +59,7 @@ from aioloader.errors import DatasetError, ObjectNotFoundError
 _SCAN_BYTES = 4 << 20
 # Larger samples are decoded in a thread.
 _MAX_INLINE_BYTES = 1 << 20
-# Called with the number of indexed shards, and of all shards.
+# Called with the number of indexed shards, and the number of all shards.
 OnProgress: TypeAlias = Callable[[int, int], object]
 # The shards' addresses, sample offsets and formats, and a reader if all are local.
 FoundShards: TypeAlias = tuple[list[Address], Edges, list[ByteFormatSpec], Any]
@@ -68,18 +68,18 @@ FoundShards: TypeAlias = tuple[list[Address], Edges, list[ByteFormatSpec], Any]
 class IndexedDataset(Dataset[Coroutine[Any, Any, Any]], LoopDataset):
     r"""Reads single samples of shards, many at a time, by ``async def __getitem__``.
 
-    A map-style dataset with the same samples as a stream. Any sampler, ``Subset`` and
-    ``random_split`` can use it. The offsets of the samples come from
+    It is a map-style dataset of a stream's samples, for any sampler, ``Subset`` or
+    ``random_split``. The offsets of the samples come from
 
     - the ``pack`` that ``save`` or ``aioloader index --pack`` wrote: one file for all
       shards, with their versions;
     - or else ``X.tar.idx`` next to each shard, as written by ``aioloader index``,
       Megatron-Energon and NeMo, or the head of each MDS shard;
-    - or else a scan of all bytes, if ``scan`` is set.
+    - or else a scan of all bytes of a shard, if ``scan`` is set.
 
-    If a shard has changed since it was indexed, its next read fails. Concurrent reads
-    of nearby samples of a shard are merged. Several event loops can read one dataset at
-    once. Leaving it as an async context manager calls ``aclose``; a loader does this.
+    If a shard changes after it was packed, scanned or first read, its next read fails.
+    Concurrent reads of nearby samples of a shard are merged. Several event loops can
+    share the dataset. Leaving its async context calls ``aclose``; a loader does this.
 
     Args:
         stream: ``TarDataset``, ``MDSDataset``, ``JSONLinesDataset``, ``TextDataset`` or
@@ -87,13 +87,13 @@ class IndexedDataset(Dataset[Coroutine[Any, Any, Any]], LoopDataset):
             uncompressed, on a server that supports ranges. Or a local ``ArrowDataset``,
             whose rows need no index.
         pack: Path or URL of a pack; store options are those of ``stream``.
-        scan: Whether to read all shards without an index, now. A function is called
-            after each shard with the numbers of indexed shards and of all shards.
+        scan: Whether to read all shards without an index, now. Or a function to call
+            after each shard, with the numbers of indexed shards and of all shards.
 
     Raises:
         TypeError: If ``stream`` is of another kind.
         ValueError: If ``stream`` is shuffled, interleaved, shared among ranks or
-            filtered, or its shards are compressed; or if ``pack`` and ``scan`` are both
+            filtered; if its shards are compressed; or if both ``pack`` and ``scan`` are
             given.
         ObjectNotFoundError: If there is no index, and ``scan`` is not set.
         DatasetError: If an index cannot be read, or belongs to other shards.
@@ -129,7 +129,7 @@ class IndexedDataset(Dataset[Coroutine[Any, Any, Any]], LoopDataset):
         pack: "str | os.PathLike[str] | None" = None,
         scan: bool | OnProgress = False,
     ) -> Self:
-        """Construct without blocking the event loop; arguments as for the class."""
+        """Create a dataset without blocking the loop; arguments as for the class."""
         shards = await _find(stream, pack, scan)
         self = cls.__new__(cls)
         self._set_shards(stream, shards)
@@ -185,22 +185,22 @@ class IndexedDataset(Dataset[Coroutine[Any, Any, Any]], LoopDataset):
     def shuffled(
         self, block: int = 16, window: int = 4096, seed: int = 0, lanes: int = 64
     ) -> ShuffledBlocks:
-        """Return a sampler that reads ``block`` neighbours by one request.
+        """Return a shuffling sampler; one request reads ``block`` neighbouring samples.
 
         Each sample comes once per epoch. A block's samples are spread over a window,
-        and buffered until they are used: about ``window`` samples on all ranks
-        together, at most twice as many on one. Each event loop has its own buffer, so
-        with worker processes use ``fetch="loader"``. A ``Subset`` reads no blocks.
+        and buffered until used: about ``window`` samples on all ranks together, at most
+        twice as many on one rank. Each event loop has its own buffer, so use
+        ``fetch="loader"`` with worker processes. A ``Subset`` reads no blocks.
 
         Args:
             block: Samples per request.
-            window: Samples to permute at a time, of all ranks; 0: none. Successive
-                batches are similar unless it is many times (say, 64 times) the batch of
-                all ranks.
+            window: Samples to permute at a time, on all ranks together; 0: none.
+                Successive batches are similar unless the window is many times (say, 64
+                times) the batch of all ranks.
             seed: Seed of the order.
-            lanes: Parts of the order to interleave; best is the batch size of all ranks
-                together. If the number of ranks divides it, each block is read by one
-                rank, except blocks in which a part begins.
+            lanes: Number of parts of the order to interleave; best is the batch size of
+                all ranks together. If the number of ranks divides it, each block is
+                read by one rank, except blocks in which a part begins.
 
         Raises:
             ValueError: If a number is below 1, or ``window`` is below 0.
@@ -210,7 +210,7 @@ class IndexedDataset(Dataset[Coroutine[Any, Any, Any]], LoopDataset):
     async def save(self, pack: "str | os.PathLike[str]") -> None:
         """Write the index of all shards to one file, completely or not at all.
 
-        The file includes the shards' current versions, which are checked at each read.
+        The file includes the shards' versions, which each later read checks.
 
         Args:
             pack: Path or URL of the file.
@@ -232,7 +232,7 @@ class IndexedDataset(Dataset[Coroutine[Any, Any, Any]], LoopDataset):
         await write(self._stream, pack, await in_thread(packed.contents))
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return what a state depends on: the shards' names, counts and versions."""
+        """Return what a state depends on: shards' names, sample counts and versions."""
         edges = self._edges
         if not self._known:
             ends = [edges.end(shard) for shard in range(len(edges.counts))]
@@ -243,7 +243,7 @@ class IndexedDataset(Dataset[Coroutine[Any, Any, Any]], LoopDataset):
         return self._known
 
     async def aclose(self) -> None:
-        """Cancel this loop's requests, clear its buffer; the dataset stays usable."""
+        """Cancel this loop's requests and clear its buffer; reading can continue."""
         await self._readers.here().aclose()
 
     def __repr__(self) -> str:
@@ -287,7 +287,7 @@ async def _shard_edges(
     shards: Sequence[Any],
     scan: bool | OnProgress,  # noqa: FBT001
 ) -> Edges:
-    """Return the offsets of samples from the index of each shard, or from a scan."""
+    """Return the sample offsets from each shard's index, or from a scan."""
     builder, find = EdgesBuilder(), partial(numbers_of, made_by, may_scan=bool(scan))
     async with aclosing(in_order(find, shards)) as results:
         async for numbers, version in results:
@@ -312,7 +312,7 @@ async def listed(made_by: Any, stack: AsyncExitStack) -> list[Any]:
 
 
 def checked(stream: Any) -> Any:
-    """Return the format of a stream, or raise an error if it has no random access."""
+    """Return a stream's format; raise an error if it does not allow random access."""
     expected = "a stream of shards, such as TarDataset, whose steps go to transform="
     check_is(stream, StoredStream, "stream", expected)
     if not (isinstance(stream, ArrowDataset) or isinstance(stream.made_by, ByteFormat)):
@@ -332,7 +332,7 @@ def checked(stream: Any) -> Any:
 
 
 def kind_of(stream: StoredStream[Any]) -> dict[str, Any]:
-    """Return the settings that determine the samples of given bytes."""
+    """Return the stream's settings that determine how bytes become samples."""
     ignored = {"shuffle", "seed", "interleave", "deterministic"}
     described = stream.describe()
     return {name: described[name] for name in described.keys() - ignored}
@@ -341,7 +341,7 @@ def kind_of(stream: StoredStream[Any]) -> dict[str, Any]:
 async def numbers_of(
     made_by: ByteFormat, shard: Any, *, may_scan: bool
 ) -> tuple[Offsets, Version | None]:
-    """Return the offsets of a shard's samples, and its version if it was scanned."""
+    """Return a shard's sample offsets, and the shard's version if it was scanned."""
     numbers = await made_by.offsets(shard)
     if numbers is not None:
         return numbers, None
@@ -395,7 +395,7 @@ async def pack_at(stream: StoredStream[Any], pack: Any) -> IndexPack:
 
 
 async def _pack_edges(stream: StoredStream[Any], pack: Any, shards: list[str]) -> Edges:
-    """Return the offsets of the samples of shards, from a pack."""
+    """Return the sample offsets of the given shards, from a pack."""
     (names, edges, of), shown = await pack_at(stream, pack), shown_address(str(pack))
     if of != (kind := kind_of(stream)):
         raise DatasetError(

@@ -1,8 +1,8 @@
-"""Any iterable as a stream: generators, custom file formats, other libraries' readers.
+"""Streams of any iterable: generators, custom file formats, other libraries' readers.
 
 Each of N readers reads the iterable from its start and keeps every Nth sample. The
-saved position is a count: a resume reads earlier samples again and drops them. A sample
-that fails without ending the iterable counts.
+saved position is the number of samples read: a resume reads earlier samples again and
+drops them. Failed samples count, unless the failure ends the iterable.
 """
 
 import inspect
@@ -40,7 +40,7 @@ from aioloader.protocols import OwnStream, generator_of, is_async_function
 
 IterableSource: TypeAlias = Iterable[Any] | Callable[[], Iterable[Any]]
 AsyncSource: TypeAlias = AsyncIterable[Any] | Callable[[], AsyncIterable[Any]]
-# Maximum block of samples, if a reader drops most of them.
+# Maximum number of samples to read at a time, if a reader drops most of them.
 _MAX_BLOCK = 1 << 12
 
 
@@ -50,9 +50,9 @@ def from_iterable(source: IterableSource) -> Stream[Any]:
     Args:
         source: An iterable that can be iterated in every epoch, or a function that
             returns an iterable, such as a generator function. Each reader iterates it.
-            If it has ``set_epoch``, that is called with the number of each epoch; for
-            later passes of ``repeat``, with a distinct number below 2**31. Loaders of
-            aioloader that it iterates use the same number.
+            The iterable's ``set_epoch``, if any, is called with each epoch's number; in
+            later passes of ``repeat``, with a distinct number below 2**31. A loader of
+            aioloader in ``source`` uses the same number.
 
     Raises:
         TypeError: If ``source`` is something else, or an iterator.
@@ -69,7 +69,7 @@ def from_async_iterable(source: AsyncSource) -> Stream[Any]:
 
     Args:
         source: An async iterable, or a function that returns one, such as an async
-            generator function. Streams that it iterates use the number of each epoch.
+            generator function. Streams that ``source`` iterates use the same epoch.
 
     Raises:
         TypeError: If ``source`` is something else, or an async iterator.
@@ -94,7 +94,7 @@ def _check_source(source: object, name: str, kind: type, *, fits: bool) -> None:
 
 
 def _is_repeatable(source: Any) -> bool:
-    """Return whether a source has the same samples again in an epoch read again."""
+    """Tell whether reading an epoch of a source again yields the same samples."""
     if isinstance(source, torch.utils.data.DataLoader):
         is_known = type(source.sampler) in {SequentialSampler, ShuffledIndices}
         return is_known or isinstance(source.dataset, OwnStream)
@@ -111,7 +111,7 @@ class _Iterable(Stream[Any]):
         return _IterableCursor(self._source, reading, state, is_async=self._is_async)
 
     def ahead(self) -> Ahead:
-        """Return how far to read ahead; an iterator may wait for each sample."""
+        """Return how far to read ahead: less if a sample may have to be awaited."""
         return Ahead.FREE if isinstance(self._source, Sequence) else Ahead.QUICK
 
     def describe(self) -> State:
@@ -123,7 +123,7 @@ class _Iterable(Stream[Any]):
 
 
 class _IterableCursor(Cursor):
-    """Selects one reader's samples of a source, and counts the samples read.
+    """Cursor over one reader's samples of a source, which counts all samples read.
 
     A plain iterable is read in a single thread, which some iterables require.
     """
@@ -143,7 +143,7 @@ class _IterableCursor(Cursor):
         self._same_errors = SameErrors()
 
     async def _next(self, count: int) -> tuple[list[Any], bool]:
-        """Return the next samples of all readers, and whether the source has ended."""
+        """Return the source's next samples, and whether the source has ended."""
         with under_way(self._reading):
             if self._is_async:
                 failure = self._begin(aiter)
@@ -153,11 +153,11 @@ class _IterableCursor(Cursor):
             return await in_thread(read, executor=self._thread)
 
     def _make_state(self) -> State:
-        """Return the number of samples read; it is the same for all readers."""
+        """Return the number of samples read, including those for other readers."""
         return {"read": max(self._read, self._start)}
 
     async def _make(self, limit: int) -> list[Any]:
-        """Return the next samples; after the last ones, raise the source's error."""
+        """Return the reader's next samples; at the end, raise the source's error."""
         samples: list[Any] = []
         reader, readers = self._reading.share.reader, self._reading.share.readers
         while len(samples) < limit and not self._has_ended:
@@ -176,7 +176,7 @@ class _IterableCursor(Cursor):
 
     def _final_error(self, block: list[Any]) -> BaseException | None:
         """Return the error to raise after the last block, or None."""
-        if block and type(block[-1]) is FailedSample:  # the source's, no sample's
+        if block and type(block[-1]) is FailedSample:  # of the source, not of a sample
             error: BaseException = block.pop().error
             return error
         read = self._read + len(block)
@@ -200,7 +200,7 @@ class _IterableCursor(Cursor):
         return iterable
 
     def _begin(self, begin: Callable[[Any], Any]) -> tuple[list[Any], bool] | None:
-        """Open the source at the first call; return the last block if that fails."""
+        """Open the source at the first call; return a last block if opening fails."""
         try:
             if self._iterator is None:
                 self._iterator = begin(self._open_source())
@@ -209,7 +209,7 @@ class _IterableCursor(Cursor):
         return None
 
     async def _close(self) -> None:
-        """Close a generator, in its thread, or a stream's iterator; end the thread."""
+        """Close a generator (in its thread) or a stream's iterator; end the thread."""
         self._has_ended = True
         if (thread := self._thread) is not None:
             await in_thread(self._end, executor=thread)

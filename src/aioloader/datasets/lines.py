@@ -1,4 +1,4 @@
-"""Shards of lines: JSON lines and text.
+"""Streams of shards of lines: JSON lines and text.
 
 Lines end with a line feed, or with the shard. A carriage return before the line feed is
 dropped, and so is a UTF-8 byte order mark at the start of a shard. Memory holds one
@@ -44,7 +44,7 @@ _NOT_ZERO = re.compile(rb"[^0]")
 _UPPER, _THREES = np.frombuffer(b"\xf0" * 8 + b"0" * 8, np.uint64)
 # Maximum nesting passed to orjson; both libraries fail near 1,000.
 _MAX_DEPTH = 500
-# Lines to decode at once, and about their bytes, so that they stay in the CPU cache.
+# Maximum lines to decode at once, and their approximate bytes, for the CPU cache.
 _CHUNK_LINES, _CHUNK_BYTES = 128, 1 << 17
 _BOM = "\ufeff".encode()
 # Encodings in which many lines can be decoded as one text.
@@ -52,14 +52,14 @@ _JOINABLE = frozenset({"utf-8", "ascii", "iso8859-1"})
 
 
 class JSONDecoder:
-    """Decodes JSON lines, by ``orjson`` where it gives the same result as ``json``.
+    """Decodes JSON lines, by ``orjson`` where it returns the same value as ``json``.
 
     ``orjson`` turns integers beyond 64 bits into floats, and rejects ``NaN``, numbers
     too large for a float, lone surrogates, byte order marks and UTF-16.
     """
 
     def decode_line(self, line: bytes) -> list[Any]:
-        """Return a list of a line's value, empty if blank; or raise a ValueError."""
+        """Return a line's value in a list, empty if blank; or raise a ValueError."""
         if not line.strip():
             return []
         fast = _orjson_loads()
@@ -72,9 +72,9 @@ class JSONDecoder:
             raise ValueError("values are nested too deep") from None
 
     def is_plain(self, piece: bytes | memoryview) -> bool:
-        """Return whether a piece of a shard has no large integers."""
-        # A long run of digits fills an aligned word of eight bytes. The upper half of a
-        # digit is 3, as of six other characters.
+        """Tell whether a piece of a shard is certain to have no large integers."""
+        # A long run of digits fills an aligned word of eight bytes. A digit's upper
+        # half is 3, as in six other characters.
         text = np.frombuffer(piece, np.uint8)
         words = text[: len(text) & -8].view(np.uint64)
         return not ((words & _UPPER) == _THREES).any()
@@ -82,9 +82,9 @@ class JSONDecoder:
     def decode_lines(
         self, lines: Sequence[bytes], longest: int, *, is_plain: bool
     ) -> list[Any] | None:
-        """Decode lines with their ends, faster; None if each needs ``decode_line``.
+        """Decode complete lines, faster; return None if each needs ``decode_line``.
 
-        ``longest`` is the length of the longest line; ``is_plain`` is that of all.
+        ``longest`` is the length of the longest line; ``is_plain`` holds for all lines.
         """
         fast, is_long = _orjson_loads(), longest > 2 * _MAX_DEPTH
         if fast is None:
@@ -104,7 +104,7 @@ class JSONDecoder:
 
 
 def _has_large_number(text: bytes) -> bool:
-    """Return whether there is a long run of digits, except after a decimal point."""
+    """Tell whether ``text`` has a long run of digits, except after a decimal point."""
     digits = text.translate(_DIGITS_TO_ZERO)
     start = digits.find(_LONG_RUN)
     while start > 0 and text[start - 1] == _POINT:
@@ -140,7 +140,7 @@ class JSONLinesDataset(ByteStream[Any]):
     Empty lines and a byte order mark are skipped. A line that is not JSON is one failed
     sample; the error names the shard and the byte offset. Values are those of Python's
     ``json``, with ``NaN`` and integers of any size. If ``orjson`` is installed, it
-    decodes the lines for which it gives the same result, faster.
+    decodes the lines for which it returns the same value, faster.
 
     Args:
         addresses: Paths or URLs, such as ``"https://host/{0..9}.jsonl.zst"``.
@@ -162,11 +162,11 @@ class JSONLinesDataset(ByteStream[Any]):
 
 
 class TextDataset(ByteStream[str]):
-    """Streams lines of text, without their ends.
+    """Streams lines of text, without line ends.
 
     Args:
         addresses: Paths or URLs.
-        encoding: Encoding of the text, with a line feed of one byte. A line that cannot
+        encoding: Encoding of the text, with one-byte line feeds. A line that cannot
             be decoded is one failed sample. A UTF-8 byte order mark at the start of a
             file is dropped.
         max_sample_bytes: As for ``TarDataset``.
@@ -245,7 +245,7 @@ def _spec(decoder: LineDecoder, max_sample_bytes: int) -> ByteFormatSpec:
 def _single(
     decoder: LineDecoder, max_bytes: int, _url: str, start: int, data: memoryview
 ) -> Any:
-    """Return the sample of one line; NotImplemented if it needs ``samples``."""
+    """Return one line's sample; NotImplemented if only ``samples`` can decode it."""
     line = bytes(data)
     if start and len(line) <= max_bytes and line.find(b"\n") in {-1, len(line) - 1}:
         with contextlib.suppress(ValueError):
@@ -255,7 +255,7 @@ def _single(
 
 
 def samples(decoder: LineDecoder, max_bytes: int, feed: ByteFeed) -> Steps:
-    """Yield the samples of lines; lines over ``max_bytes`` fail, and are dropped."""
+    """Yield the samples of lines; a line over ``max_bytes`` fails, unbuffered."""
     offset = feed.at
     # The parts of a line that continues in the next piece, and their length.
     parts, length = list[bytes](), 0
@@ -326,5 +326,5 @@ def _too_long(url: str, offset: int, length: int, max_bytes: int) -> FailedSampl
 
 
 def without_end(line: bytes) -> bytes:
-    """Return a line without the line feed, and the carriage return before it."""
+    """Return a line without its line feed and the carriage return before that."""
     return line.removesuffix(b"\n").removesuffix(b"\r")

@@ -1,8 +1,8 @@
-"""A map-style dataset as a stream: in order, or shuffled as a whole.
+"""Streams of map-style datasets: in order, or shuffled as a whole.
 
-The order of an epoch is a seeded permutation of the indices, computed without storing
-it. Readers take its positions in turn, so the saved position is an integer, and a
-resume reads nothing again.
+The order of a shuffled epoch is a seeded permutation of the indices, computed without
+storing it. Readers take its positions in turn, so the saved position is an integer, and
+a resume reads no sample again.
 """
 
 import operator
@@ -27,7 +27,7 @@ from aioloader.datasets._streams.steps import Mapped, MappedAsync
 from aioloader.datasets.streams import Stream
 from aioloader.protocols import Kind, batch_getter, kind_of, own_datasets, reads_async
 
-# Maximum number of indices per block: half a millisecond, if they are shuffled.
+# Maximum number of indices per block; shuffled ones take half a millisecond.
 _MAX_INDICES = 1 << 10
 
 
@@ -36,19 +36,19 @@ def from_dataset(
 ) -> Stream[Any]:
     """Return a stream of all samples of a map-style dataset.
 
-    It can have steps, be mixed, and be divided among any number of ranks. A coroutine
-    ``__getitem__`` runs on the loop, for many samples at a time; a plain one in a
-    thread that all readers share, because few datasets are thread-safe.
+    The stream can have steps, be mixed, and be divided among any number of ranks. A
+    coroutine ``__getitem__`` runs on the loop, for many samples at a time. A plain one
+    runs in a thread that all readers share, because few datasets are thread-safe.
     ``__getitems__`` is used if the dataset has it. A failed sample is delivered as its
-    error. The length is known, so ranks have equal parts, as with torch's
+    error. Because the length is known, ranks have equal parts, as with torch's
     ``DistributedSampler``: the loader's ``tail`` decides about the last samples.
 
     Args:
-        dataset: Has ``__getitem__`` and ``__len__``; a state depends on its length.
+        dataset: Has ``__getitem__`` and ``__len__``; a state depends on the length.
         shuffle: Whether to permute all samples, differently in each epoch.
         seed: Seed of the permutation.
-        concurrency: Samples of an async dataset to read at a time, by all readers of a
-            rank together.
+        concurrency: How many samples of an async dataset to read at a time, in all
+            readers of a rank together.
 
     Raises:
         TypeError: If the dataset is not map-style, or has no length.
@@ -65,7 +65,7 @@ def from_dataset(
 
 
 class _MapStyle(Stream[Any]):
-    """A stream of the samples of a map-style dataset; permuted if it has a seed."""
+    """A stream of a map-style dataset's samples, permuted if there is a seed."""
 
     _tail: Tail = "uneven"
 
@@ -94,7 +94,7 @@ class _MapStyle(Stream[Any]):
         return _ReadCursor(indices, state, reading, **options)
 
     async def _enter(self, reading: Reading) -> ThreadPoolExecutor | None:
-        """Enter the dataset on a loop; return the thread of a plain ``__getitem__``."""
+        """Enter the dataset on the loop; return the thread for a sync dataset."""
         for owner in own_datasets(self._dataset):
             await reading.stack.enter_async_context(owner.lifespan())
         if reads_async(self._dataset):
@@ -163,7 +163,7 @@ class _IndexCursor(Cursor):
 
 
 class _PositionCursor(Cursor):
-    """Cursor whose state is a position in the order, whatever is read in advance."""
+    """Cursor whose state is a position in the order, independent of read-ahead."""
 
     def _state_after(self, before: State, details: Any, count: int) -> State:  # noqa: ARG002
         return {"up": {"at": before["up"]["at"] + count}}
@@ -174,7 +174,7 @@ class _AwaitedCursor(_PositionCursor, MappedAsync):
 
 
 class _ReadCursor(_PositionCursor, Mapped):
-    """Cursor that reads blocks of samples, in the thread or by ``__getitems__``."""
+    """Cursor that reads blocks of samples, in a thread or by async ``__getitems__``."""
 
     kind = "from_dataset"
     many: Callable[[list[int]], Any] | None
@@ -214,7 +214,7 @@ class _ReadCursor(_PositionCursor, Mapped):
         return samples
 
     async def _close(self) -> None:
-        close_coroutines(self._results)  # if they were not awaited
+        close_coroutines(self._results)  # those never awaited
         await super()._close()
 
 

@@ -1,8 +1,8 @@
-"""Shards in the MDS format of MosaicML Streaming.
+"""Streams of shards in the MDS format of MosaicML Streaming.
 
-The ``index.json`` of a directory lists its shards. A shard has the number of samples,
-their offsets, and the samples. Each sample starts with its lengths, so reading can
-start at any sample without the offsets.
+The ``index.json`` of a directory lists its shards. A shard consists of the number of
+samples, their offsets, and the samples. Each sample starts with its columns' lengths,
+so reading can start at any sample without the offsets.
 """
 
 import itertools
@@ -67,7 +67,7 @@ MDSColumn: TypeAlias = tuple[str, Decode, int | None]
 
 
 def decoder_of(encoding: str, *, allow_unsafe_types: bool) -> Decode:
-    """Return a decoder; raise a ValueError if the encoding is unknown or disallowed."""
+    """Return a decoder; raise a ValueError for an unknown or disallowed encoding."""
     name, _, config = encoding.partition(":")
     if name == "ndarray":
         return _array_decoder(config)
@@ -101,7 +101,7 @@ def _text(make: Callable[[str], Any], data: bytes) -> Any:
 
 
 def _array_decoder(config: str) -> Decode:
-    """Return a decoder of arrays; both parts of ``dtype:shape`` may be missing."""
+    """Return a decoder of arrays; ``config`` is ``dtype:shape``, both optional."""
     dtype, _, shape = config.partition(":")
     if dtype and dtype not in _SCALARS:
         raise ValueError(f"unknown dtype {dtype!r} of an ndarray")
@@ -124,7 +124,7 @@ def _array(dtype: str | None, shape: tuple[int, ...] | None, data: bytes) -> Any
 
 
 def _list(decode: Decode, start: int, data: bytes) -> list[Any]:
-    """Decode a list at ``start``: the count, the lengths, and the values."""
+    """Decode a list: from byte ``start``, its count, its lengths and its values."""
     (count,) = struct.unpack_from("<I", data, start)
     lengths = struct.unpack_from(f"<{count}I", data, start + 4)
     offset = start + 4 + 4 * count
@@ -148,7 +148,7 @@ def _image(image: ModuleType, data: bytes) -> Any:
 
 
 def _raw_image(image: ModuleType, data: bytes) -> Any:
-    """Decode width, height, length of Pillow's mode, the mode, and the pixels."""
+    """Decode a raw image: width, height, length of Pillow's mode, mode, and pixels."""
     width, height, length = struct.unpack_from("<3I", data)
     mode = str(data[12 : 12 + length], "utf-8")
     return image.frombytes(mode, (width, height), data[12 + length :])
@@ -175,15 +175,15 @@ _DECODERS: dict[str, Decode] = {
 class MDSDataset(StoredStream[dict[str, Any]]):
     """Streams samples from MDS shards.
 
-    A sample is a dict of its columns, decoded as by MosaicML Streaming: numbers, text,
-    bytes, JSON, arrays (copied), and images by Pillow. Shards may be compressed by gzip
-    or zstandard. An uncompressed one resumes at any sample without reading earlier
-    ones, and is split if there are fewer shards than readers.
+    A sample is a dict of values by column, decoded as by MosaicML Streaming: numbers,
+    text, bytes, JSON, arrays (copied), and images by Pillow. Shards may be compressed
+    by gzip or zstandard. An uncompressed shard resumes at any sample without reading
+    earlier ones, and is split if there are fewer shards than readers.
 
     Args:
         addresses: Directories with an ``index.json``, as paths, URLs or patterns.
-        allow_unsafe_types: Whether to load columns of pickles, which run any code that
-            their author wrote.
+        allow_unsafe_types: Whether to load columns of pickles, which can run any code
+            of their author.
         options: As for ``TarDataset``.
 
     Raises:
@@ -203,7 +203,7 @@ class MDSDataset(StoredStream[dict[str, Any]]):
 
 
 class MDSShard(NamedTuple):
-    """A shard, or the part from byte ``start`` to ``stop``."""
+    """A shard, or its part from byte ``start`` to byte ``stop``."""
 
     address: Address
     samples: int  # of the whole shard
@@ -214,7 +214,7 @@ class MDSShard(NamedTuple):
 
 
 class MDSFormat(ByteFormat):
-    """The format of shards that are listed in ``index.json`` files."""
+    """The format of MDS shards, which ``index.json`` files list."""
 
     def __init__(
         self, addresses: Any, storage: Storage, *, allow_unsafe_types: bool
@@ -226,7 +226,7 @@ class MDSFormat(ByteFormat):
     async def shards(
         self, stack: AsyncExitStack, _known: Summary | None = None
     ) -> list[Any]:
-        """Return the shards, in the order of the indexes."""
+        """Return the shards that the indexes list, in that order."""
         indexes = await super().shards(stack)
         shards: list[MDSShard] = []
         for address in indexes:
@@ -277,7 +277,7 @@ class MDSFormat(ByteFormat):
         return [shard.samples for shard in shards]
 
     def summary(self, shards: Sequence[Any]) -> Summary:
-        """Return the summary of names, parts and numbers of samples."""
+        """Return checksums of the shards' names, parts and numbers of samples."""
         edges = [[shard.start, shard.stop, shard.samples] for shard in shards]
         names = summary_of(shard.address for shard in shards)
         whole = summary_of([json.dumps(edges)])
@@ -289,7 +289,7 @@ class MDSFormat(ByteFormat):
         return address
 
     def spec(self, shard: Any) -> ByteFormatSpec:
-        """Return a spec that makes samples of exactly their bytes."""
+        """Return the spec; it can decode a single sample from just its bytes."""
         allow = self._allow_unsafe_types
         columns = _decoders(shard.columns, allow_unsafe_types=allow)
         return self._spec._replace(quick=partial(_single, columns, *_layout(columns)))
@@ -306,8 +306,8 @@ class MDSFormat(ByteFormat):
         return table[1:]
 
     def open(self, shard: Any, position: ShardPosition, budget: int) -> ShardReader:
-        """Return a reader of one shard."""
-        # Read a whole shard to its end: extra bytes reveal an index of another file.
+        """Return a reader of a shard, or of a part of one, from ``position`` on."""
+        # Read a whole shard to its end: extra bytes reveal that the index is wrong.
         stop = None if shard.stop == shard.size else shard.stop
         allow = self._allow_unsafe_types
         columns = _decoders(shard.columns, allow_unsafe_types=allow)
@@ -357,8 +357,8 @@ def samples(
 ) -> Steps:
     """Yield the samples of a shard, or of its part up to ``stop``.
 
-    A sample that cannot be decoded is one failed sample; wrong lengths and bytes after
-    the last sample end the shard.
+    A sample that cannot be decoded is one failed sample. Wrong lengths, or bytes after
+    the last sample, end the shard with an error.
     """
     lengths, fixed = _layout(columns)
     offset, ends = feed.at, iter(memoryview(b""))  # no table after a resume
@@ -398,7 +398,7 @@ def samples(
 
 
 def _layout(columns: Sequence[MDSColumn]) -> tuple[struct.Struct, int]:
-    """Return the struct of a sample's lengths, and the bytes of fixed-size columns."""
+    """Return the struct of a sample's lengths, and the total size of fixed columns."""
     lengths = struct.Struct(f"<{sum(not size for *_, size in columns)}I")
     return lengths, sum(size or 0 for *_, size in columns)
 
@@ -411,7 +411,7 @@ def _single(
     start: int,
     data: memoryview,
 ) -> Any:
-    """Return the sample that is exactly ``data``, or a failed sample."""
+    """Decode the sample with exactly the bytes ``data``; or return a failed sample."""
     length = lengths.size
     if len(data) >= length:
         sizes = lengths.unpack_from(data)

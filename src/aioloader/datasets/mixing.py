@@ -1,4 +1,4 @@
-"""``mix``: several streams, or several map-style datasets, as one, by weights."""
+"""``mix``: several streams or map-style datasets combined into one, by weights."""
 
 import asyncio
 from bisect import bisect_right
@@ -45,30 +45,30 @@ def mix(
     """Mix streams, or map-style datasets, in proportion to their weights.
 
     The source of each sample is computed from its position in the order of all ranks
-    and readers. It is not random: among any first ``n`` samples, each source has its
-    share to within 1.5 samples, until one ends. Each reader has about the same shares,
-    unless readers far outnumber the positions in a period of the weights. Use
+    and readers, not at random. Among the first ``n`` samples, for any ``n``, each
+    source has its share to within 1.5 samples, until one ends. Readers have about equal
+    shares, unless they far outnumber the positions in a period of the weights. Use
     ``repeat()`` to repeat a source. Failed samples count.
 
-    A mixture of map-style datasets is a ``Subset`` of their concatenation. Each is read
-    from its start; a loader's ``shuffle`` permutes the whole.
+    A mixture of map-style datasets is a ``Subset`` of their concatenation. Each dataset
+    is read from its start; a loader's ``shuffle`` permutes the mixture.
 
     Args:
-        sources: Sources by name; in a list their names are ``"0"``, ``"1"``... The
-            ranks and readers of the first stream apply. ``loader.stats()`` shows the
-            samples and passes of each stream.
+        sources: Sources by name, or a list, in which their names are ``"0"``,
+            ``"1"``... The ranks and readers of the first stream apply.
+            ``loader.stats()`` shows the samples and passes of each stream.
         weights: Weights in the order of the sources, or by name; default: equal. Or
-            stages, ``[(0, weights), (start, weights), ...]``, each from position
-            ``start`` on. Decimals are exact; ratios whose sums exceed ``2**40`` are
-            rounded to it.
-        until: ``"all"``: when a source ends (a stream: in a reader), the others
+            stages, ``[(0, weights), (start, weights), ...]``; each applies from
+            position ``start`` on. Decimals are exact, unless their integer ratio sums
+            to more than ``2**40``: it is then rounded to that sum.
+        until: ``"all"``: when a source ends (for streams: within a reader), the others
             continue in their proportions until all have ended; ``"first"``: the mixture
             ends with the first source that ends.
 
     Raises:
         ValueError: If there are no sources, or two with one name; if weights are not
-            positive, have other names, or stages do not ascend from 0; or if a stream
-            sets other ranks or readers than the first one.
+            positive, or have other names; if stages do not ascend from 0; or if a
+            stream sets other ranks or readers than the first one.
         TypeError: If sources are neither all streams nor all map-style datasets.
     """
     pairs = [*(sources.items() if isinstance(sources, Mapping) else enumerate(sources))]
@@ -109,7 +109,7 @@ class _Batches(ConcatDataset[Any]):
         return samples
 
     def _parts(self, indices: list[int]) -> Iterator[tuple[Any, list[int], list[int]]]:
-        """Yield each dataset with its samples' places in the batch, and indices."""
+        """Yield each dataset, its samples' places in the batch, and their indices."""
         parts: dict[int, tuple[list[int], list[int]]] = {}
         for place, index in enumerate(indices):
             number = bisect_right(self.cumulative_sizes, index)
@@ -121,7 +121,7 @@ class _Batches(ConcatDataset[Any]):
 
 
 class _BatchesAsync(_Batches):
-    """``_Batches`` with an async dataset; all datasets are read concurrently."""
+    """``_Batches`` for async datasets; a batch reads all datasets concurrently."""
 
     async def __getitems__(self, indices: list[int]) -> list[Any]:
         samples: list[Any] = [None] * len(indices)

@@ -1,7 +1,7 @@
 """Map-style datasets of named bytes: plain, decoded, and labeled by folder.
 
 ``DecodedDataset`` and ``ClassFolders`` wrap another dataset. They support several event
-loops and pickling if it does.
+loops, and pickling, if that dataset does.
 """
 
 import abc
@@ -20,9 +20,9 @@ from aioloader.protocols import HasLifespan
 
 
 class Named(HasLifespan):
-    """A map-style dataset of bytes, each with a name like a path."""
+    """Base class of map-style datasets whose samples have names like paths."""
 
-    # Without this, `for x in dataset` would never end: IndexError comes when awaited.
+    # Without this, `for x in dataset` never ends: only awaiting raises IndexError.
     __iter__: ClassVar[None] = None
     _names: NameTable
 
@@ -36,13 +36,13 @@ class Named(HasLifespan):
 
     @abc.abstractmethod
     def __getitem__(self, index: SupportsIndex) -> Coroutine[Any, Any, Any]:
-        """Read one sample."""
+        """Return a coroutine that reads one sample."""
 
     def decode(self, *specs: DecoderSpec) -> "Named":
-        """Return the dataset with its bytes decoded by the extension of their names.
+        """Return the dataset with its bytes decoded by the extensions of the names.
 
-        Decoding runs in threads, for all samples that the loader reads concurrently.
-        For worker processes, use the loader's ``transform=Decoder("torch")``.
+        Decoding runs in threads, for all samples that the loader reads concurrently. To
+        decode in worker processes, use the loader's ``transform=Decoder("torch")``.
 
         Args:
             specs: As for ``Decoder``: ``"pil"``, ``"torch"``...
@@ -62,23 +62,23 @@ class Named(HasLifespan):
     ) -> "ClassFolders":
         """Return the dataset with labels by folder, like torchvision's ``ImageFolder``.
 
-        It lists the folders of a ``FileDataset``, which blocks.
+        For a ``FileDataset``, this call lists folders, which blocks.
 
         Args:
-            root: Folder with one folder for each class; names start with it.
+            root: Folder that contains one folder per class; names must start with it.
             classes: The classes, in the order of their labels. Default: the folders,
-                sorted; pass those of the training set for the other sets.
+                sorted. For other sets, pass the training set's classes.
             extensions: Extensions of files to include. Default: torchvision's (not
                 ``gif``). Empty: all files.
 
         Raises:
-            ValueError: If a file is in no class folder, or in that of an unknown class;
-                or without ``classes``, if a class folder has no file to include.
+            ValueError: If a file is in no class folder, or in one of an unknown class;
+                or, without ``classes``, if a class folder has no file to include.
         """
         return ClassFolders(self, root, classes=classes, extensions=extensions)
 
     def folders(self, root: str) -> list[str]:  # noqa: ARG002  (stores have none)
-        """Return the folders in ``root`` that exist, even if empty."""
+        """Return the folders in ``root``, also empty ones; a store has none."""
         return []
 
 
@@ -103,11 +103,11 @@ class DecodedDataset(Dataset[Coroutine[Any, Any, Any]], Named):
         return await in_thread(self.decoder.decode, data, extension, name)
 
     def lifespan(self) -> AbstractAsyncContextManager[Any]:
-        """Return the lifespan of the dataset."""
+        """Return the lifespan of the wrapped dataset."""
         return self.dataset.lifespan()
 
     def folders(self, root: str) -> list[str]:
-        """Return the folders of the dataset."""
+        """Return the folders in ``root`` of the wrapped dataset."""
         return self.dataset.folders(root)
 
     def __repr__(self) -> str:
@@ -115,13 +115,13 @@ class DecodedDataset(Dataset[Coroutine[Any, Any, Any]], Named):
 
 
 class ClassFolders(Dataset[Coroutine[Any, Any, "tuple[Any, int]"]], Named):
-    """Samples with labels by folder: ``(bytes, label)``.
+    """A dataset of ``(sample, label)`` pairs, labeled by folder.
 
     The order is torchvision's: by class, folder and name. Memory holds a second copy of
     the names, and 16 bytes per sample.
 
     Args:
-        dataset: The files or objects.
+        dataset: The dataset of files or objects.
         root: As for ``Named.class_folders``.
         classes: As for ``Named.class_folders``.
         extensions: As for ``Named.class_folders``.
@@ -179,7 +179,7 @@ class ClassFolders(Dataset[Coroutine[Any, Any, "tuple[Any, int]"]], Named):
 
     @property
     def samples(self) -> list[tuple[str, int]]:
-        """Names and labels, as a new list."""
+        """Each sample's name and label; a new list at each access."""
         return list(zip(self._names, self.targets, strict=True))
 
     async def __getitem__(self, index: SupportsIndex) -> tuple[Any, int]:
@@ -196,13 +196,13 @@ class ClassFolders(Dataset[Coroutine[Any, Any, "tuple[Any, int]"]], Named):
         return await self.dataset[int(self._order[position])], self.targets[position]
 
     def decode(self, *specs: DecoderSpec) -> Self:
-        """Return the dataset with the files decoded, as ``Named.decode``."""
+        """Return the dataset with its samples decoded, as by ``Named.decode``."""
         clone = copy.copy(self)
         clone.dataset = self.dataset.decode(*specs)
         return clone
 
     def lifespan(self) -> AbstractAsyncContextManager[Any]:
-        """Return the lifespan of the dataset."""
+        """Return the lifespan of the wrapped dataset."""
         return self.dataset.lifespan()
 
     def __repr__(self) -> str:
@@ -213,7 +213,7 @@ class ClassFolders(Dataset[Coroutine[Any, Any, "tuple[Any, int]"]], Named):
 def _find_labels(
     names: NameTable, start: str, extensions: Collection[str]
 ) -> list[tuple[str, str, str, int]]:
-    """Return class, folder, base name and index of included files, in order."""
+    """Return class, folder, base name and index of each included file, sorted."""
     files: list[tuple[str, str, str, int]] = []
     for index, name in enumerate(names):
         folder, _, base = name.rpartition("/")

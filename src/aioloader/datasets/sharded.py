@@ -1,4 +1,4 @@
-"""Base classes of streams of shards: their order, slots, and division among readers."""
+"""Base classes of streams of shards: shard order, slots, division among readers."""
 
 import copy
 import operator
@@ -61,12 +61,12 @@ Sample_co = TypeVar("Sample_co", covariant=True)
 MAX_BYTES = 128 << 20
 MAX_SAMPLE_BYTES = 1 << 28
 _MAX_INLINE_SHARDS = 1 << 10
-# Passes whose shard assignments are cached, for all readers of this process.
+# Number of passes whose shard assignments are cached, for this process's readers.
 _MAX_ASSIGNMENTS = 2
 
 
 class OrderOptions(TypedDict, total=False):
-    """Keywords of every ``ShardedStream``."""
+    """Keyword arguments of every ``ShardedStream``."""
 
     shuffle: bool
     seed: int
@@ -76,7 +76,7 @@ class OrderOptions(TypedDict, total=False):
 
 
 class StreamOptions(OrderOptions, total=False):
-    """Keywords of every stream whose shards are in a store or on disk."""
+    """Keyword arguments of every stream whose shards are in a store or on disk."""
 
     store: "str | PathLike[str] | ObjectStore | Source | None"
     store_options: Mapping[str, Any] | None
@@ -87,14 +87,14 @@ class StreamOptions(OrderOptions, total=False):
 
 
 class ShardedStream(Stream[Sample_co]):
-    """A stream of shards.
+    """A stream that reads its samples from shards.
 
     The shards, permuted in each epoch if ``shuffle`` is set, are divided among the
     readers: one per rank and worker, unless ``readers`` sets their number. Each shard
-    goes to the reader that has the fewest bytes (or rows) so far; the fewest shards if
-    lengths are unknown, as for URLs that are not listed. So each shard is read once,
-    and readers differ by at most one shard; each needs at least one. A reader divides
-    its shards among slots, which it interleaves; a slot reads its shards in sequence. A
+    goes to the reader with the fewest bytes (or rows) so far; or with the fewest shards
+    if lengths are unknown, as for URLs that are not listed. So each shard is read once,
+    and readers differ by at most one shard. Each reader needs one. A reader divides its
+    shards among slots, which it interleaves; a slot reads its shards in sequence. A
     state requires shards of the same names and lengths in the same order; their common
     directory, bucket or server may differ.
 
@@ -103,11 +103,11 @@ class ShardedStream(Stream[Sample_co]):
         shuffle: Whether to permute the shards.
         seed: Seed of the permutation.
         interleave: Number of shards to read concurrently, in all readers together;
-            rounded up to a multiple of their number.
+            rounded up to a multiple of the number of readers.
         deterministic: Whether to interleave slots in a fixed order. Otherwise the order
             differs from run to run, and a resume needs the same number of ranks.
         max_bytes: Read-ahead of one rank, or worker, in bytes; divided equally among
-            its slots. A slot may exceed its part by a single read.
+            its slots. A slot may exceed its part by one read.
 
     Raises:
         ValueError: If ``interleave`` or ``max_bytes`` is below 1.
@@ -182,7 +182,7 @@ class ShardedStream(Stream[Sample_co]):
         return [""]
 
     def describe(self) -> State:
-        """Return the format's description, and the order of shards and slots."""
+        """Return the format's description, and the settings of the order."""
         return {
             "kind": type(self).__name__,
             **self.made_by.describe(),
@@ -193,7 +193,7 @@ class ShardedStream(Stream[Sample_co]):
         }
 
     async def _agree(self, reading: Reading, known: Summary | None) -> "_ShardListing":
-        """Return the shards, or raise a DatasetError if other ranks have others."""
+        """Return the shards; raise a DatasetError if ranks list different ones."""
         assert reading.agreement is not None
 
         def find(stack: AsyncExitStack, theirs: Any) -> Awaitable[_ShardListing]:
@@ -212,7 +212,7 @@ class ShardedStream(Stream[Sample_co]):
             shards = await made_by.cut(shards, readers)
         is_quick = len(shards) <= _MAX_INLINE_SHARDS
         summary = await in_thread(made_by.summary, shards, is_quick=is_quick)
-        # Assignments depend on lengths; those of a state, only if it has "sizes".
+        # Assignments depend on lengths; after a resume, only if the state has "sizes".
         sizes: Sequence[int] | None = None
         must = known is not None and "sizes" in known
         if 1 < readers < len(shards) and (known is None or must):
@@ -226,8 +226,8 @@ class ShardedStream(Stream[Sample_co]):
     async def _assignment(
         self, reading: Reading, count: int, sizes: Sequence[int] | None
     ) -> Sequence[Sequence[int]]:
-        """Return the shards of each reader; cached for the readers of this process."""
-        # One for each pass of ``repeat``; readers may be in different passes.
+        """Return each reader's shards, from a cache for all readers of this process."""
+        # One entry for each pass of ``repeat``; readers may be in different passes.
         assignments = reading.listed.setdefault((id(self), "deals"), {})
         if reading.epoch not in assignments:
             order: Sequence[int] | ShuffledIndices = range(count)
@@ -265,7 +265,7 @@ class ShardedStream(Stream[Sample_co]):
 
 
 class _ShardListing(NamedTuple):
-    """The shards, their summary, and their lengths if assignments depend on them."""
+    """The shards, their summary, and their lengths if assignments depend on lengths."""
 
     shards: Sequence[Any]
     summary: Summary
@@ -277,9 +277,9 @@ def _assign(
 ) -> Sequence[Sequence[int]]:
     """Return the shards of each reader, with about equal lengths in total.
 
-    Each shard in turn goes to the reader with the least so far, so no two readers
-    differ by more than the longest shard. Source: Graham, "Bounds on multiprocessing
-    timing anomalies", 1969 (list scheduling).
+    Each shard in turn goes to the reader with the least so far, so two readers differ
+    by at most the longest shard. Source: Graham, "Bounds on multiprocessing timing
+    anomalies", 1969 (list scheduling).
     """
     if isinstance(order, ShuffledIndices):
         order = [*chain.from_iterable(paced(order))]
@@ -300,17 +300,17 @@ class StoredStream(ShardedStream[Sample_co]):
     Args:
         addresses: Paths or URLs, one or many; ``{000..127}`` and ``{a,b}`` are
             expanded, and ``*`` matches names.
-        made_by: Returns the shards' format, from their addresses and a ``Storage``.
-        store: Base of relative ``addresses``: a URL, a directory, a store of obstore, a
-            file system of fsspec, or a ``Source``.
+        made_by: Returns the shards' format, given their addresses and a ``Storage``.
+        store: Base of relative ``addresses``: a URL, a directory, an obstore store, an
+            fsspec file system, or a ``Source``.
         store_options: Options of the store that a URL names, such as
             ``{"region": "eu-west-1", "client_options": {"timeout": "60s"}}``; those of
             ``obstore.store.from_url``.
         requests: Timeouts and retries of requests.
-        cache: Directory to cache bytes from a store in.
-        cache_bytes: Size limit; the least recently used entries are evicted first.
-        unpack_bytes: Memory limit for decompressing one zstd or xz shard, in bytes: its
-            window or dictionary. Arrow has its own limit for CSV.
+        cache: Directory in which to cache bytes from a store.
+        cache_bytes: Limit of the cache; the least recently used entries are evicted.
+        unpack_bytes: Memory limit for decompressing one zstd or xz shard, in bytes: the
+            limit of its window or dictionary. Arrow has its own limit for CSV.
         order: As for ``ShardedStream``.
     """
 
@@ -362,7 +362,7 @@ class StoredStream(ShardedStream[Sample_co]):
         return clone
 
     def places(self) -> list[str]:
-        """Return the location without numbers, so that it stays if shards are added."""
+        """Return the location without digits, so that added shards do not change it."""
         first = min(map(shown_address, self._addresses))
         folder, slash, name = first.rpartition("/")
         name = re.sub("[0-9]+", "", name)
@@ -373,7 +373,7 @@ class StoredStream(ShardedStream[Sample_co]):
 
 
 class ByteStream(StoredStream[Sample_co]):
-    """A stream of shards of bytes.
+    """A stream of shards of bytes, which a generator function turns into samples.
 
     Args:
         addresses: As for ``StoredStream``. Names that end in ``.gz``, ``.zst``,

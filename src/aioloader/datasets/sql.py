@@ -1,9 +1,9 @@
-"""Random access to rows of database tables, by key; one query reads a batch.
+"""Random access to rows of database tables by key; one query reads a batch.
 
-Rows are in the order of the sorted keys. Memory holds the keys (8 bytes each if
-integers) and the requested rows. Batches pay off: from PostgreSQL, a narrow row takes
-8 us in a query for 1,024, and 185 us alone; one of 100 KB takes 71 us among 64, and
-238 us alone.
+Rows are in the order of the given keys, or of the sorted keys of the table. Memory
+holds the keys (8 bytes each if integers) and the requested rows. Batches save time:
+from PostgreSQL, a narrow row takes 8 us in a query for 1,024 rows and 185 us alone; a
+row of 100 KB takes 71 us in a query for 64, and 238 us alone.
 """
 
 import abc
@@ -82,7 +82,7 @@ class Lookup(abc.ABC):
     """Finds rows in one table, for one event loop; can be used again after closing.
 
     At most ``connections`` queries run at once, and a lost connection must be restored
-    within ``deadline`` seconds. ``users`` counts how often the dataset was entered.
+    within ``deadline`` seconds. ``users`` counts how often the dataset is entered.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class Lookup(abc.ABC):
 
     @abc.abstractmethod
     async def aclose(self) -> None:
-        """Disconnect."""
+        """Close the connections of this loop; later queries open new ones."""
 
     @abc.abstractmethod
     async def _list(self) -> RowKeys: ...
@@ -172,7 +172,7 @@ class SQLiteLookup(Lookup):
         await in_thread(close)
 
     async def _run_in_thread(self, function: Callable[[sqlite3.Connection], T]) -> T:
-        """Call ``function`` with an idle connection, in a thread."""
+        """Call ``function`` with an idle or new connection, in a thread."""
         idle, is_closed = self._idle, self._is_closed
 
         def run() -> T:
@@ -194,7 +194,7 @@ class SQLiteLookup(Lookup):
             isolation_level=None,
             check_same_thread=False,  # used by one thread at a time
         )
-        # It stops a query within a millisecond after `aclose`.
+        # The handler stops a query within a millisecond after `aclose`.
         connection.set_progress_handler(is_closed.is_set, _STEPS_PER_CHECK)
         try:
             connection.execute("PRAGMA schema_version")  # fails if it is no database
@@ -235,7 +235,7 @@ class SQLiteLookup(Lookup):
 
 
 class PostgresLookup(Lookup):
-    """Rows of a PostgreSQL table, through a new pool or the caller's."""
+    """Finds rows of a PostgreSQL table, through a new pool or the caller's."""
 
     def __init__(self, *args: Any, pool: "asyncpg.Pool | None" = None) -> None:
         super().__init__(*args)
@@ -297,7 +297,7 @@ class PostgresLookup(Lookup):
         return rows
 
     async def _get_pool(self) -> "asyncpg.Pool":
-        """Return the pool; it connects at the first query."""
+        """Return the pool, which connects at the first query."""
         if self._pool is None:
             # Without connections `create_pool` never waits, so no second pool is made.
             # No cache: with a pooler, named statements may be another client's.
@@ -371,12 +371,12 @@ class _RowsOptions(TypedDict, total=False):
 
 
 class SQLRows(Dataset[Coroutine[Any, Any, Row]], LoopDataset):
-    """Reads rows of a table by key, by ``async def __getitem__``, one query per batch.
+    """Reads rows of a table by key, by ``async def __getitem__``: one query per batch.
 
-    A row is a dict of column name to Python value. Several event loops can read one
-    dataset at once, each with its own connections; a loader closes them (``aclose``).
-    A dataset can be pickled if the URL has no password. Rows are not read from a
-    snapshot: each has its values at the time of the query.
+    A row is a dict of Python values by column. Several event loops can read one dataset
+    at once, each with its own connections; a loader closes them (``aclose``). A dataset
+    of a URL without a password can be pickled. Rows are not read from a snapshot: each
+    has its values at the time of the query.
 
     Args:
         url: ``sqlite:///path``, ``postgresql://user@host/name``, or an asyncpg pool of
@@ -443,7 +443,7 @@ class SQLRows(Dataset[Coroutine[Any, Any, Row]], LoopDataset):
         key: str,
         **options: Unpack[_RowsOptions],
     ) -> Self:
-        """Construct without blocking the event loop; arguments as for the class."""
+        """Create a dataset without blocking the loop; arguments as for the class."""
         dataset = cls(url, table, key=key, keys=(), **options)
         dataset._keys = await dataset._list()
         return dataset
@@ -463,7 +463,7 @@ class SQLRows(Dataset[Coroutine[Any, Any, Row]], LoopDataset):
             index: Position in ``keys``; negative ones count from the end.
 
         Returns:
-            Column name to value, owned by the caller.
+            A dict of values by column, owned by the caller.
 
         Raises:
             IndexError: If ``index`` is out of range.

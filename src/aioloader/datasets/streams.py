@@ -1,8 +1,8 @@
-"""Streams: datasets that are read sequentially, and composed of steps.
+"""Streams: datasets that are read sequentially and composed of steps.
 
 A stream is a description: its methods return new streams, and iterating opens a cursor.
-The order depends on the seed, the epoch and the numbers of slots and readers only. A
-state is a position, small and independent of read-ahead. Memory holds the read-ahead
+The order depends only on the seed, the epoch, and the numbers of slots and readers. A
+state is a small position, independent of read-ahead. Memory holds the read-ahead
 (``max_bytes``) and, per reader, two windows of each ``shuffle``.
 """
 
@@ -58,9 +58,9 @@ CACHE_BYTES = 10 << 30
 class Stream(Iterated[Sample_co]):
     """A dataset for ``async for``; base class of all streams.
 
-    A loader reads a stream on its own loop, one block per batch; with
-    ``fetch="workers"`` each worker reads its share. All ranks read all samples, unless
-    the loader's ``rank`` or ``shard`` divides them.
+    A loader reads a stream on the loader's loop, one block per batch; with
+    ``fetch="workers"``, each worker reads its share. Each rank reads all samples,
+    unless the loader's ``rank`` or the stream's ``shard`` divides them.
     """
 
     sources: "tuple[Stream[Any], ...]" = ()
@@ -151,16 +151,16 @@ class Stream(Iterated[Sample_co]):
 
         The stream repeats as often as needed. So ranks with uneven shards have equal
         numbers of batches, and none waits for another at the end of an epoch. This must
-        be the last step: with ``on_error="skip"``, later samples then replace failed
+        be the last step, so that with ``on_error="skip"`` later samples replace failed
         ones. (If ranks share a reader, the same samples must fail on each rank.) If the
         number of ranks does not divide ``count``, the loader's ``tail`` decides about
         the last samples.
 
         A loader's next epoch, even after a resume, continues where the last one
-        stopped: each reader reads every sample before it reads any again. Shuffles
-        depend on the number of passes of a reader, and on the number of the loader's
-        first epoch; ``set_epoch`` changes neither samples nor order of later epochs.
-        The numbers of ranks and workers stay those of the first epoch. ``async for``
+        stopped: each reader reads every sample once before it repeats any. Shuffles
+        depend on a reader's number of passes, and on the number of the loader's first
+        epoch; ``set_epoch`` changes neither samples nor order of later epochs. The
+        numbers of ranks and workers stay those of the first epoch. ``async for``
         without a loader starts at the beginning each time.
         """
         return _EpochStream(self.repeat(), check_at_least(count, 1, "count"))
@@ -174,12 +174,12 @@ class Stream(Iterated[Sample_co]):
     def unbatch(self) -> "Stream[Any]":
         """Return the stream of the items of each sample, one by one.
 
-        The reverse of ``batch``; rows of tables stay in columns. Samples are lists,
-        arrays, generators or other iterables. Generators run in a thread, no further
-        than needed. A sample that is a string, bytes, a dict or not iterable fails with
-        a ``TypeError``. If an iterable raises, the error replaces its remaining items.
-        A state has a position among the items of a sample: on resume, that sample's
-        items are generated again, and must be the same.
+        This is the reverse of ``batch``; rows of tables stay in columns. Samples are
+        lists, arrays, generators or other iterables. Generators run in a thread, no
+        further than needed. A sample that is a string, bytes, a dict or not iterable
+        fails with a ``TypeError``. If an iterable raises, the error replaces its
+        remaining items. A state has a position among a sample's items: on resume, these
+        are generated again, and must be the same.
         """
         return _StepStream(self, Unbatched, {})
 
@@ -199,17 +199,17 @@ class Stream(Iterated[Sample_co]):
         """Return the stream of the tokens of each text: 1-D arrays of integers.
 
         Tokenizing runs in a thread, ``batch`` texts at a time, one batch in advance. A
-        sample that is not text, or lacks the column, fails alone. On resume, texts are
-        read again, but not tokenized again. A tokenizer is copied now, without its
-        padding. A state holds a digest of vocabulary and settings, and is refused if
-        they differ.
+        sample that is not text, or lacks the column, fails alone. On resume, earlier
+        texts are read again, but not tokenized again. The tokenizer is copied now,
+        without its padding. A state holds a digest of the tokenizer's vocabulary and
+        settings; it is refused if they differ.
 
         Args:
-            tokenizer: A ``tokenizers.Tokenizer`` or one of ``implementations`` there; a
-                fast tokenizer of ``transformers``, called as ``tokenizer(texts)`` (both
-                add special tokens, and give int64); or a plain function of a list of
-                texts that returns a sequence of integers for each text, or a dict with
-                these as ``input_ids``.
+            tokenizer: A ``tokenizers.Tokenizer``, or one of
+                ``tokenizers.implementations``; a fast tokenizer of ``transformers``,
+                called as ``tokenizer(texts)`` (both add special tokens, and return
+                int64); or a plain function of a list of texts that returns a sequence
+                of integers for each text, or a dict with these as ``input_ids``.
             column: Key or column of the text, for samples that are dicts or rows.
             batch: Texts to tokenize at a time; not part of the state.
 
@@ -256,9 +256,9 @@ class Stream(Iterated[Sample_co]):
         Documents are 1-D arrays, tensors or lists of integers, or dicts with such
         ``input_ids`` and an optional ``loss_mask``, true for tokens to predict. Samples
         are dicts of ``input_ids``, ``labels`` and ``position_ids``: int64 arrays of
-        shape ``(length,)``. A label is the next token of the same document; -100 at its
-        last token, in padding, and where the mask is false. Positions restart at each
-        document and sample; padding counts as a document.
+        shape ``(length,)``. A label is the next token of the same document; it is -100
+        at the last token, in padding, and where the mask is false. Positions restart at
+        each document and sample; padding counts as a document.
 
         A sample that is not a document fails with a TypeError, KeyError or ValueError.
         On resume, ``"concat"`` reads the documents of the open sample and at most 64
@@ -337,7 +337,7 @@ class Stream(Iterated[Sample_co]):
 
 
 def _check_function(function: object, *rejected: str) -> None:
-    """Raise a TypeError if it is not callable, or is a ``rejected`` generator."""
+    """Raise a TypeError for a non-callable, or a function of a ``rejected`` kind."""
     check_is(function, Callable, "function", "callable")
     if generator_of(function) in rejected:
         raise TypeError(
@@ -347,10 +347,10 @@ def _check_function(function: object, *rejected: str) -> None:
 
 
 class _StepStream(Stream[Any]):
-    """A stream with one more step, whose cursor is a ``step``.
+    """A stream with one more step; ``step`` is the class of the cursor.
 
-    ``described`` are the step's parameters for ``describe``; ``extras`` those that a
-    state does not depend on, and functions, which are described by their names.
+    ``described`` are parameters that a state depends on. ``extras`` are other
+    parameters, and functions, whose names are in ``described``.
     """
 
     def __init__(
@@ -441,7 +441,7 @@ class _EpochStream(_StepStream):
         return EpochPart(upstream, state, reading, **parameters)
 
     def carried(self, state: State, passed: int, share: ReaderShare) -> State:
-        """Return the position after the last delivered sample."""
+        """Return the next epoch's first state: after the last delivered sample."""
         if state.get("next") is not None:
             return {"up": state["next"]}
         left = share.parts(self.total(), self._tail)[1] - state.get("given", 0)
@@ -484,7 +484,7 @@ class Mixture(Stream[Any]):
         return zip(self.sources, states, strict=True)
 
     async def open(self, reading: Reading, state: State) -> Cursor:
-        """Open all streams, and return a cursor that mixes their samples."""
+        """Open all streams; return a cursor that mixes their samples."""
         cursors = [await stream.open(reading, up) for stream, up in self._paired(state)]
         return Mixed(cursors, state, reading, self._schedule, self.ahead())
 

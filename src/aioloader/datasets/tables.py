@@ -41,25 +41,25 @@ class ParquetDataset(StoredStream[Row]):
     read. Files are unified into one table, like ``pyarrow.unify_schemas``: they may
     differ in the order of columns, in the width of strings, lists and numbers, and in
     columns that are all NULL. A missing column, incompatible types, and values that
-    would change are errors that name the files. Only narrower floats in ``schema``
-    round values, to infinity beyond their range, as in Arrow.
+    would change are errors that name the files. Only a narrower float type in
+    ``schema`` rounds values, to infinity beyond its range, as in Arrow.
 
     Directories named ``key=value`` (``"year=2024/"``, as by Hive, Spark and pyarrow)
-    add a column after those of the files: of the type in ``schema``, or int32 if all
-    values fit, or else text. Files that ``filters`` exclude by directory are not
+    add a column after the files' columns. Its type is that in ``schema``, else int32 if
+    all values fit, else text. Files that ``filters`` exclude by directory are not
     opened.
 
     Args:
         addresses: Paths or URLs, such as ``"s3://bucket/{000..127}.parquet"``.
         columns: Names of the columns to read; default: those of ``schema``, or of the
             first file, with a warning if another has more.
-        nulls: Replacements of NULL by column. In other columns a NULL is ``None``,
+        nulls: Replacements for NULL, by column. In other columns, a NULL is ``None``,
             which cannot be collated.
         schema: A ``pyarrow.Schema`` with the columns and types of all files; columns
             that a file lacks are NULL.
-        filters: The rows to read, as in ``pyarrow.parquet``: an expression or a list
+        filters: Which rows to read, as in ``pyarrow.parquet``: an expression, or a list
             such as ``[("year", ">", 2020)]``. Row groups are skipped by their
-            statistics, and the other rows are tested. ``nulls`` apply afterwards.
+            statistics; rows of the others are tested. ``nulls`` apply afterwards.
         options: ``store``, ``store_options``, ``shuffle``, ``interleave``, ``cache``
             and all others of ``StoredStream``.
 
@@ -100,7 +100,7 @@ class ArrowDataset(StoredStream[Row]):
         columns: As for ``ParquetDataset``.
         nulls: As for ``ParquetDataset``.
         schema: As for ``ParquetDataset``.
-        filters: As for ``ParquetDataset``, but nothing is skipped.
+        filters: As for ``ParquetDataset``, but without skipping by statistics.
         missing_end: As for ``TarDataset``, for IPC streams without their end marker.
         options: As for ``ParquetDataset``.
 
@@ -146,10 +146,10 @@ class CSVDataset(StoredStream[Row]):
             are decompressed.
         columns: As for ``ParquetDataset``.
         column_names: Names of the columns, for files without a header line.
-        column_types: Types by column: ``pyarrow.int8()``, or ``"int8"``.
+        column_types: Types by column, such as ``pyarrow.int8()`` or ``"int8"``.
         schema: As for ``ParquetDataset``.
         nulls: As for ``ParquetDataset``.
-        filters: As for ``ParquetDataset``, but nothing is skipped.
+        filters: As for ``ParquetDataset``, but without skipping by statistics.
         delimiter: Character between values; this and the next arguments are those of
             ``pyarrow.csv``.
         quote_char: Character around quoted values, or ``False``.
@@ -207,7 +207,7 @@ class SQLDataset(ShardedStream[Row]):
     """Streams rows of a table or query by ranges of a key; needs the extra ``sql``.
 
     Shards are ranges of the key, read in parallel from one snapshot of the database. A
-    resumed run reads a new snapshot, after the last key.
+    resumed run reads from a new snapshot, after the last key that it had read.
 
     Args:
         url: ``sqlite:///path`` or ``postgresql://user@host/name``; for a Unix socket
@@ -217,8 +217,8 @@ class SQLDataset(ShardedStream[Row]):
         columns: The columns to read, in order; default: all.
         parameters: Values for the placeholders of a query, ``$1`` for PostgreSQL and
             ``?`` for SQLite.
-        partitions: Number of ranges of the key. Or the keys to split at, so that ranks
-            and later runs have the same ranges even if rows are inserted.
+        partitions: Number of ranges of the key. Or the keys at which to split, so that
+            ranks and later runs have the same ranges even if rows are inserted.
         deadline: Seconds within which a lost connection must be restored.
         numeric: Type for PostgreSQL's ``numeric`` and ``money``: ``"decimal"``, which
             keeps all digits but cannot become a tensor; or ``"float"``, the nearest.

@@ -1,8 +1,8 @@
 """Tar shards in WebDataset's layout: members with the same key make one sample.
 
-Reads v7, ustar, GNU and PAX archives. Members that are whole in the buffer and have a
-plain header take a fast path. A damaged header ends the archive; damage to bodies, long
-names and PAX records is not detected, because tar has no checksum for them.
+The parser reads v7, ustar, GNU and PAX archives. Members that are whole in the buffer
+and have a plain header take a fast path. A damaged header ends the archive. Damage to
+bodies, long names and PAX records is not detected: tar has no checksum for them.
 
 The index ``shard.tar.idx`` has the offset of each sample and the end of the last one,
 as little-endian 64-bit integers, as in NVIDIA's Megatron-Energon and NeMo. It allows an
@@ -55,7 +55,7 @@ _MAX_EXTENDED_BYTES = 1 << 20
 
 # Typeflags.
 _PAX, _GLOBAL, _LONG_NAME = b"xgL"
-_PAX_KINDS = b"xX"  # X is Solaris' x
+_PAX_KINDS = b"xX"  # Solaris writes X for x
 _SPARSE = ord("S")
 _REGULAR = b"0\x007S"
 _LINKS = b"12"
@@ -71,8 +71,8 @@ _TYPE = 156
 _MAX_ENDINGS = 64
 _MAX_KEYS = 1000
 _SLASH, _UNDERSCORE = ord("/"), ord("_")
-# How keys of hidden files end: their base name is empty. WebDataset would make a
-# useless sample "folder/" of the hidden files in a folder.
+# Last characters of hidden files' keys, whose base name is empty. WebDataset would make
+# a useless sample "folder/" of the hidden files in a folder.
 _NO_STEM = frozenset({"", "/"})
 StrPath: TypeAlias = str | os.PathLike[str]
 # A member's field (None: skip the body), and the size of its body.
@@ -82,11 +82,11 @@ _NO_LIMIT = 1 << 62
 
 
 class DamageError(Exception):
-    """Damage to an archive, without the location."""
+    """Damage to an archive; the handler adds the location to the message."""
 
 
 def _is_sound(block: bytes) -> bool:
-    """Verify the checksum: of unsigned bytes, or of signed ones as in old archives."""
+    """Tell whether a header's checksum is right; old archives sum signed bytes."""
     try:
         checksum = _read_number(block[148:_TYPE])
     except DamageError:
@@ -154,7 +154,7 @@ def _read_text(field: bytes) -> str:
 
 
 def _is_irrelevant(records: bytes) -> bool:
-    """Return whether PAX records affect neither name, size nor sparseness."""
+    """Tell whether PAX records affect neither name, size nor sparseness."""
     has_any = b"path=" in records or b"size=" in records or b"GNU.sparse." in records
     return not has_any
 
@@ -199,7 +199,7 @@ def samples(max_sample_bytes: int, missing_end: MissingEnd, feed: ByteFeed) -> S
     """Yield an archive's samples, with a ``FailedSample`` for each that cannot be read.
 
     ``feed`` starts at a sample's first header; global PAX headers before it are not
-    applied. A member needs twice its size while it is assembled from pieces.
+    applied. A member takes twice its size of memory while pieces of it are joined.
     """
     return _Archive(max_sample_bytes, missing_end, feed).read()
 
@@ -212,9 +212,9 @@ class _Archive:
     ) -> None:
         self._feed, self._url = feed, feed.url
         self._max_bytes, self._missing_end = max_sample_bytes, missing_end
-        # Complete samples, and failures in place of the others.
+        # Complete samples to yield, with failures in place of those that failed.
         self._ready: list[Any] = []
-        # The current sample: key, offset, the bytes it may still have, fields, failure.
+        # The current sample: key, offset, bytes left to its limit, fields, failure.
         self._key: str | None = None
         self._start = self._bytes_left = 0
         self._fields: dict[str, Any] = {}
@@ -235,9 +235,9 @@ class _Archive:
         return _read_text(self._member_name)
 
     def read_single(self, url: str, start: int, data: memoryview) -> Any:
-        """Return the only sample of ``data``; NotImplemented if a header is not plain.
+        """Return the only sample in ``data``; NotImplemented if a header is not plain.
 
-        Headers that earlier samples had are parsed faster.
+        Headers like those of earlier samples are parsed faster.
         """
         feed, self._url = self._feed, url
         feed.restart(start, data)
@@ -287,7 +287,7 @@ class _Archive:
                     self._fields[field] = body
 
     def _read_plain_members(self) -> _Member | None:
-        """Read plain members; return the next one if only part of its body is here."""
+        """Read plain members; return the next if only part of its body is buffered."""
         feed, view, offset = self._feed, self._feed.view, self._feed.used
         base, length, ready, want = feed.at - offset, len(view), self._ready, feed.want
         start, name, member = offset, b"", None
@@ -322,7 +322,7 @@ class _Archive:
         return member
 
     def _skip_pax(self, block: bytes, body: int) -> int:
-        """Return where an irrelevant PAX header ends; 0 if it must be parsed."""
+        """Return the offset after an irrelevant PAX header; 0 if it must be parsed."""
         size = _size_of_pax(block)
         if size is None:
             return 0
@@ -385,7 +385,7 @@ class _Archive:
         return block
 
     def _skip_map(self, block: bytes) -> Steps:
-        """Skip the rest of a sparse member's map, which its size does not include."""
+        """Skip the rest of a sparse member's map, which the size field excludes."""
         has_more = block[_TYPE] == _SPARSE and block[482]
         while has_more:
             block = yield from self._feed.take(_BLOCK)
@@ -396,7 +396,7 @@ class _Archive:
     def _read_body(
         self, owner: str, size: int, *, is_kept: bool = True
     ) -> Generator[None, None, bytes]:
-        """Read a body and skip its padding; without ``is_kept``, skip both."""
+        """Return a body, and skip its padding; without ``is_kept``, skip both."""
         feed, begin, data = self._feed, self._feed.at, b""
         padded = size + (-size & 511)
         if is_kept:
@@ -409,7 +409,7 @@ class _Archive:
         return data
 
     def _read_end(self, block: bytes, *, is_between: bool) -> Steps:
-        """Check the end of the archive, which starts with ``block``."""
+        """Check the archive's end marker, whose first block is ``block``."""
         feed = self._feed
         if len(block) < _BLOCK:
             if block or not is_between:
@@ -481,7 +481,7 @@ class _Archive:
         return f"; sample {self._key!r} at byte {self._start:,} is lost{todo}"
 
     def _field_of(self, name: bytes, size: int, start: int) -> str | None:
-        """Return the field for a member's body; None to skip it.
+        """Return the field for a member's body; None if the body is to be skipped.
 
         A new key ends the current sample. Names with a known ending take a fast path.
         """
@@ -517,7 +517,7 @@ class _Archive:
         return None if self._failure else field
 
     def _end_sample(self) -> None:
-        """Finish the current sample; log if an earlier one had its key."""
+        """Finish the current sample; warn if it seems to belong to an earlier one."""
         key, fields = self._key, self._fields
         if key is None:
             return
@@ -539,7 +539,7 @@ class _Archive:
 
 
 class _SingleSamples:
-    """Parses single samples, in any thread; archives are reused, with their caches."""
+    """Parses single samples, in any thread; parsers are reused, with their caches."""
 
     def __init__(self, max_sample_bytes: int, missing_end: MissingEnd) -> None:
         self._args = max_sample_bytes, missing_end
@@ -548,7 +548,7 @@ class _SingleSamples:
     def __call__(self, url: str, start: int, data: memoryview) -> Any:
         try:
             archive = self._free.pop()
-        except IndexError:  # other threads use them
+        except IndexError:  # other threads use them all
             archive = _Archive(*self._args, ByteFeed(url, start, is_part=True))
         sample = archive.read_single(url, start, data)
         self._free.append(archive)
@@ -558,7 +558,7 @@ class _SingleSamples:
         return _SingleSamples, self._args
 
 
-# Reasons why a sample may lack a field.
+# Warnings: why a sample may lack a field.
 _LINK_WARNING = (
     "%r: member %r is a link, and links are skipped: the archive does not hold what "
     "they lead to; pack with `tar --dereference --hard-dereference`"
@@ -571,7 +571,7 @@ _SPLIT_WARNING = (
 
 
 def _log_once(text: str, url: str, *about: object) -> None:
-    """Log a warning about an archive, once per process."""
+    """Log a warning about an archive; each text is logged once per process."""
     if text not in _LOGGED:
         _LOGGED.append(text)
         _LOG.warning(text, url, *about)
@@ -583,7 +583,7 @@ _LOGGED: list[str] = []
 async def at_samples(
     storage: Storage, address: Address, size: int, count: int
 ) -> Sequence[int] | str:
-    """Return offsets to split an archive at, from its index; see ``Cuts``."""
+    """Return offsets to split an archive at, from its index; or why it has none."""
     numbers = await read_index(storage, address)
     if numbers is None:
         name = storage.label(sibling(address, index_name))
@@ -610,7 +610,7 @@ class TarDataset(ByteStream[dict[str, Any]]):
         addresses: Paths or URLs, such as ``"s3://bucket/train-{000..127}.tar"``.
         max_sample_bytes: Larger samples fail, and are not held in memory.
         missing_end: If a tar lacks the zeros at its end: ``"error"`` raises instead of
-            the last sample, as it may be cut short; ``"warn"`` reads that sample, too.
+            the last sample, which may be cut short; ``"warn"`` reads it.
         options: ``store``, ``store_options``, ``shuffle``, ``interleave``, ``cache``
             and all others of ``StoredStream``.
 

@@ -1,4 +1,4 @@
-"""Token files: samples of a fixed length for language models, and their writer.
+"""Token files: datasets of fixed-length samples for language models; a writer.
 
 Samples are in the order of the tokens: sample ``k`` starts at token ``k * length``. No
 index of samples is built, so a file of any size opens at once. A local file is memory
@@ -80,7 +80,7 @@ class TokenDataset(Dataset[Any]):
     """Reads samples of ``length`` tokens from one file, map-style.
 
     The file is a sequence of integers, or Megatron's ``.bin`` with its ``.idx``. Sample
-    ``k`` has the tokens ``k * length`` to ``(k + 1) * length``, as a dict of
+    ``k`` has the tokens from ``k * length`` up to ``(k + 1) * length``, as a dict of
     ``input_ids``, ``labels`` and ``position_ids``, int64, shape ``(length,)``. A label
     is the next token; the last label is the token after the sample. So there are
     ``(tokens - 1) // length`` samples, and up to ``length`` tokens at the end are
@@ -122,7 +122,7 @@ class TokenDataset(Dataset[Any]):
     def __new__(
         cls, path: Any = "", *_args: Any, store: Any = None, **_options: Any
     ) -> Self:
-        """Create a dataset of the class for ``path``: a local file or an object."""
+        """Create a dataset for a local file, or of a subclass for a file in a store."""
         subclass: Any = cls
         if cls is TokenDataset and not _is_file(path, store):
             subclass = _StoredTokens
@@ -165,7 +165,7 @@ class TokenDataset(Dataset[Any]):
         store_options: Mapping[str, Any] | None = None,
         requests: Requests | None = None,
     ) -> Self:
-        """Construct without blocking the event loop; arguments as for the class."""
+        """Create a dataset without blocking the loop; arguments as for the class."""
         make = partial(cls, path, length, dtype, eos, store=store)
         make = partial(make, store_options=store_options, requests=requests)
         return await in_thread(make, abandon_on_cancel=True)
@@ -190,7 +190,7 @@ class TokenDataset(Dataset[Any]):
             index: Number of the sample; negative ones count from the end.
 
         Returns:
-            The arrays by name, owned by the caller; from a URL, a coroutine of them.
+            The arrays by name, owned by the caller; from a URL, a coroutine for them.
 
         Raises:
             IndexError: If ``index`` is out of range.
@@ -217,7 +217,7 @@ class TokenDataset(Dataset[Any]):
         return self._samples(windows, starts)
 
     def describe(self) -> dict[str, Any]:
-        """Return what determines the samples."""
+        """Return the settings that determine the samples, JSON-serialisable."""
         return {
             "kind": "TokenDataset",
             "length": self.length,
@@ -227,11 +227,11 @@ class TokenDataset(Dataset[Any]):
         }
 
     async def __aenter__(self) -> Self:
-        """Keep a store's connections until the exit; a loader does this."""
+        """Keep a store's connections open until the exit; a loader does this."""
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
-        """Close the connections."""
+        """Close a store's connections."""
 
     def _find(
         self,
@@ -241,7 +241,7 @@ class TokenDataset(Dataset[Any]):
         options: StoreOptions,
         policy: Requests,  # noqa: ARG002  (files are not retried)
     ) -> TokenFile:
-        """Return the file that ``find`` finds at ``path``."""
+        """Return the result of ``find`` for the file at ``path``."""
         if not _is_file(path, store):
             raise TypeError(
                 f"{type(self).__name__} derives from the class for files: to read a "
@@ -343,9 +343,9 @@ class TokenRows(Sequence[dict[str, Array]]):
 
 
 class _StoredTokens(TokenDataset, HasLifespan):
-    """Token file in a store; a loader enters it on each loop that reads."""
+    """A token file in a store; a loader enters it on each loop that reads it."""
 
-    # Without this, `for x in dataset` would never end: IndexError comes when awaited.
+    # Without this, `for x in dataset` never ends: only awaiting raises IndexError.
     __iter__: ClassVar[None] = None
     __getitems__: ClassVar[None] = None  # type: ignore[assignment]
 
@@ -441,7 +441,7 @@ def _map_file(path: str, version: Version) -> Buffer:
 def _map_descriptor(descriptor: int) -> mmap.mmap:
     mapped = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
     if _HAS_MADVISE:
-        # Without it, the system reads megabytes around each page that is not cached.
+        # By default, the system reads megabytes around each page that is not cached.
         mapped.madvise(mmap.MADV_RANDOM)
     return mapped
 
@@ -452,22 +452,22 @@ def _map_copy(file: Any, index: Index) -> Documents:
 
 
 def _prefetch(mapped: Buffer, start: int, length: int) -> None:
-    """Ask the system to read a range in advance: a batch waits for the disk once."""
+    """Ask the system to read a range in advance, so that a batch waits only once."""
     if _HAS_MADVISE and isinstance(mapped, mmap.mmap):
         offset = start % mmap.PAGESIZE
         mapped.madvise(mmap.MADV_WILLNEED, start - offset, length + offset)
 
 
 class TokenWriter:
-    """Writes documents of tokens to one file, as ``TokenDataset`` reads it.
+    """Writes documents of tokens to one file, for ``TokenDataset``.
 
-    A context manager like ``TarWriter``. A flat file is a sequence of little-endian
-    integers, which other libraries can map. ``format="megatron"`` writes Megatron's
-    ``.bin`` and ``.idx``, with one sequence per document. The sidecar ``FILE.json`` is
-    next to the file. Readers see the file once it is complete. After a crash or an
-    error, a new writer for the same path resumes: pass it the same documents, from
-    number ``next_sample`` on. An upload to a store starts over. The writer buffers
-    ``save_bytes`` in memory. Run one writer at a time.
+    It is an async context manager, like ``TarWriter``. A flat file is a sequence of
+    little-endian integers, which other libraries can map. ``format="megatron"`` writes
+    Megatron's ``.bin`` and ``.idx``, with one sequence per document. The writer puts a
+    sidecar, ``FILE.json``, next to the file. Readers see the file once it is complete.
+    After a crash or an error, a new writer for the same path resumes: pass it the same
+    documents, from number ``next_sample`` on. An upload to a store starts over. The
+    writer buffers ``save_bytes`` in memory. Run one writer at a time.
 
     Args:
         path: A path or URL, such as ``"train.bin"``.
@@ -536,7 +536,7 @@ class TokenWriter:
         self._begin()
 
     def _begin(self) -> None:
-        """Discard the documents that are not saved."""
+        """Discard the buffered documents, which are not saved."""
         self._pending: list[Array] = []
         self._pending_bytes = 0
         self._sizes = array("i")
@@ -581,7 +581,7 @@ class TokenWriter:
         """Write one document; concurrent calls are served in order.
 
         After a TypeError or ValueError the document is not written, and the writer
-        stays open. After a failed save it is closed: open another one, which resumes.
+        stays open. A failed save closes the writer: open another one, which resumes.
 
         Args:
             tokens: 1-D integers, copied; an empty sequence is an empty document.

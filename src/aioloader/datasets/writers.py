@@ -80,7 +80,7 @@ class _FinishedShard(NamedTuple):
 
 @dataclass(frozen=True)
 class _Manifest:
-    """The finished shards of a writer, and its settings; writing resumes if they match.
+    """A writer's finished shards and settings; writing resumes if the settings match.
 
     A shard is listed before it is visible. So after a crash only the last listed shard
     can be missing; it is written again.
@@ -115,8 +115,8 @@ class _Manifest:
     ) -> "_Manifest":
         """Return the manifest to continue with, or raise a StateMismatchError.
 
-        ``text`` is the manifest file, if it exists; ``sizes`` are those of all files in
-        the folder, by name; ``label`` is the folder, for errors.
+        ``text`` is the manifest file's contents, or None. ``sizes`` are those of all
+        files in the folder, by name. ``label`` is the folder, for errors.
         """
         where = f"{label!r} ({self.file})"
         manifest = self if text is None else self._loaded(text, where)
@@ -168,7 +168,7 @@ class _Manifest:
 
 
 class WriterOptions(TypedDict, total=False):
-    """Keywords of every ``ShardWriter``."""
+    """Keyword arguments of every ``ShardWriter``."""
 
     shard_bytes: int
     shard_samples: int | None
@@ -177,7 +177,7 @@ class WriterOptions(TypedDict, total=False):
 
 
 class ParquetOptions(WriterOptions, total=False):
-    """Keywords of ``ParquetWriter``."""
+    """Keyword arguments of ``ParquetWriter``."""
 
     schema: Any
     compression: str
@@ -190,10 +190,10 @@ class ShardWriter(abc.ABC):
     ``NAME-shards.json`` lists the names and sizes of the shards. A new writer for the
     same place resumes: pass it the same samples in the same order, from number
     ``next_sample`` on. Run one writer at a time; several machines that write to one
-    place need different names. A shard ends with the sample that reaches its size.
+    place need different names. A shard ends with the sample that fills it.
 
     Args:
-        destination: A directory, a URL (``s3://bucket/train``), or a store of obstore.
+        destination: A directory, a URL (``s3://bucket/train``), or an obstore store.
         name: Prefix of the shards' names.
         shard_bytes: Size at which a shard is finished.
         shard_samples: Maximum number of samples per shard, or None.
@@ -285,7 +285,7 @@ class ShardWriter(abc.ABC):
         """Write one sample; concurrent calls are served in order.
 
         After a TypeError or ValueError the sample is not written, and the writer stays
-        open. After other errors it is closed; a new one resumes after the last shard.
+        open. Other errors close the writer; a new one resumes after the last shard.
 
         Raises:
             TypeError: If the sample or one of its values has an unsuitable type.
@@ -387,11 +387,11 @@ class ShardWriter(abc.ABC):
     def _pack(self, encoded: list[Any], *, is_end: bool) -> bytes:
         """Return the shard's next bytes, from encoded samples; runs in a thread.
 
-        May refuse a sample by a ValueError, if it has removed it from ``encoded``.
+        To refuse a sample, remove it from ``encoded`` and raise a ValueError.
         """
 
     def _index(self) -> bytes | None:
-        """Return the index of the shard just sent, if it is a separate file."""
+        """Return the index of the shard just sent; None if no index file is needed."""
         return None
 
     def _schema(self) -> str:
@@ -399,7 +399,7 @@ class ShardWriter(abc.ABC):
         return ""
 
     def _resume(self, schema: str) -> None:  # noqa: B027  (tars have none)
-        """Take over the schema of existing shards; empty if there is none."""
+        """Adopt the schema of existing shards; it is empty if there are none."""
 
 
 class TarWriter(ShardWriter):
@@ -408,9 +408,9 @@ class TarWriter(ShardWriter):
     A sample is a dict of values by extension; ``__key__`` is its name (default: its
     number). Bytes and text are written unchanged. Other values are encoded by
     extension, as the reverse of ``Decoder``: ``cls`` numbers, ``json``, ``npy``,
-    ``pth``, ``jpg`` and ``png`` images of Pillow, NumPy and torch. Equal samples give
-    equal bytes. Each shard has an index (``.tar.idx``), so that several readers can
-    share it. Arguments and errors are those of ``ShardWriter``.
+    ``pth``, ``jpg`` and ``png`` images of Pillow, NumPy and torch. Equal samples
+    produce equal bytes. Each shard has an index (``.tar.idx``), so that several readers
+    can share it. Arguments and errors are those of ``ShardWriter``.
 
     Example:
         >>> import asyncio, tempfile
@@ -459,7 +459,7 @@ class ParquetWriter(ShardWriter):
     """Writes Parquet shards that ``ParquetDataset`` and other libraries read.
 
     A sample is a row: a dict of values by column. All shards have the given schema, or
-    that of the first row group.
+    the schema of the first row group.
 
     Args:
         destination: As for ``ShardWriter``, like all arguments not listed here.
@@ -568,7 +568,7 @@ async def write_parquet(
     Args:
         rows: Dicts of values by column, as an iterable, an async iterable or a stream:
             rows that are already written are skipped. Or a function of a row number
-            that returns the rows from there on.
+            that returns the rows from that number on.
         destination: As for ``ShardWriter``.
         name: As for ``ShardWriter``.
         options: As for ``ParquetWriter``.

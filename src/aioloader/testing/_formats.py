@@ -1,4 +1,4 @@
-"""The law of a format: what a stream of shards relies on."""
+"""Check of a shard format: what ``ShardedStream`` requires of it."""
 
 import asyncio
 import json
@@ -21,17 +21,17 @@ _TURNS = (0, 1, 2, 5, 20)
 async def check_shard_format(made_by: ShardFormat, *, samples: int = 64) -> None:
     """Check that a ``ShardedStream`` can use ``made_by``.
 
-    A copy in another process lists the same shards; their summary is JSON. A reader
-    returns 1 to ``limit`` samples, then empty blocks; limits and budget do not change
-    the samples. From the position after each sample, which is JSON, a new reader
-    returns the rest. It can be closed at any time, and leaves no task.
+    A pickled copy must list the same shards; summary and description must be JSON. A
+    reader must return 1 to ``limit`` samples, then empty blocks, and the same samples
+    for all limits and budgets. From the position after each sample, which must be JSON,
+    a new reader must return the rest. Closing a reader at any time must leave no task.
 
     Args:
         made_by: The format, over a few small shards; not all of them empty.
-        samples: Number of positions per shard from which it is read again.
+        samples: Number of samples per shard after each of which to read the rest again.
 
     Raises:
-        AssertionError: If not; says what differs. Errors of reading pass through.
+        AssertionError: If a check fails. Errors of reading are raised unchanged.
     """
     before = asyncio.all_tasks()
     async with AsyncExitStack() as stack:
@@ -62,7 +62,7 @@ async def check_shard_format(made_by: ShardFormat, *, samples: int = 64) -> None
 async def _check_positions(
     made_by: ShardFormat, shard: Any, expected: list[Any], samples: int
 ) -> None:
-    """Read the rest from the position after each sample, and after each of a block."""
+    """Check that reading can resume after each block, and after each sample in it."""
     for limit in (1, 5):
         count, length = 0, 1
         async with aclosing(made_by.open(shard, {}, _BUDGETS[-1])) as reader:
@@ -81,7 +81,7 @@ async def _check_positions(
 
 
 async def _check_closing(made_by: ShardFormat, shard: Any) -> None:
-    """Close a reader after a pull that was cancelled, and before it has started."""
+    """Check that a reader can be closed after a cancelled pull, and before any pull."""
     for turns in _TURNS:
         before = asyncio.all_tasks()
         reader: ShardReader = made_by.open(shard, {}, _BUDGETS[1])

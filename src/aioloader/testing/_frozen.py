@@ -1,6 +1,6 @@
-"""Samples and batches as hashable values, equal if all their bits are.
+"""Convert samples and batches to hashable values, equal if all bits are equal.
 
-``==`` will not do: on tensors it returns a tensor, and NaN differs from NaN.
+``==`` does not suffice: on tensors it returns a tensor, and NaN differs from NaN.
 """
 
 import pickle
@@ -62,7 +62,7 @@ def _frozen_array(value: Any) -> Hashable:
 def compare(
     where: str, kind: str, expected: list[Any], actual: list[Any], start: int = 0
 ) -> None:
-    """Compare two lists of batches or samples, numbered from ``start``.
+    """Check that two lists of batches or samples are equal; number them from ``start``.
 
     Raises:
         AssertionError: If they differ; names the first difference.
@@ -78,6 +78,6 @@ def compare(
 
 
 def shown(value: Any) -> str:
-    """Return a short text of ``value``, for a message."""
+    """Return the ``repr`` of ``value`` on one line, cut to fit in a message."""
     text = " ".join(repr(value).split())
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."

@@ -1,7 +1,7 @@
-"""The law of resuming: the rest of a run does not depend on who delivers it.
+"""Check of resuming: a resumed loader delivers the same batches as the first one.
 
-It is written once, as a generator that yields the loader to iterate next, and driven by
-``for`` or by ``async for``, in this process or in a new one.
+The check is a generator that yields the next loader to iterate. It is driven by ``for``
+or ``async for``, in this process or in a new one.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from aioloader._workers.worker_spec import send_by_value_what_cannot_be_imported
 from aioloader.testing._frozen import compare, frozen
 
 MakeLoader: TypeAlias = Callable[[], "DataLoader[Any]"]
-# Seeds of torch's default generator: of the run, and of the processes that resume it.
+# Seeds of torch's default generator: for the first run, and for resumed ones.
 _FIRST, _ANEW = 0, 1
 _EPOCHS = 3
 _NEXT = ("", "the next epoch", "the epoch after the next")
@@ -40,30 +40,30 @@ def assert_resumes_exactly(
     limit: int | None = None,
     new_process: bool = True,
 ) -> None:
-    """Check that loaders resume exactly, wherever an epoch is left.
+    """Check that loaders resume exactly, wherever an epoch is interrupted.
 
-    For every k: the state after k batches, loaded into a new loader, gives the batches
-    that the first one delivered next, equal in every bit; so does the state of the
-    new one, left half-way in its turn; and so do the two next epochs. For k = 0, that
-    is the state before ``iter()``, and before the first step. After the last batch
-    nothing is left of the epoch; once its end was seen, the next one starts. With
-    ``in_order=False`` the batches are compared as a multiset.
+    For every k, a new loader loads the state after k batches. It must deliver the
+    batches that the first loader delivered next, equal in every bit, and the same two
+    next epochs. Its own state, half-way through the rest, must resume exactly, too.
+    With k = 0, the state is saved before ``iter()``, and again before the first step.
+    After the last batch, nothing is left of the epoch; after its end, the next epoch
+    starts. With ``in_order=False``, the batches are compared as a multiset.
 
-    After each batch a number is drawn from torch's default generator, as a step with
-    dropout does. States go through JSON if that restores an equal one, else ``pickle``.
+    After each batch, torch's default generator is used once, as by a step with dropout.
+    States pass through JSON if that preserves them, else through ``pickle``.
 
     Args:
-        make_loader: Returns a new loader, over a new dataset if that has a state.
-        stops: The values of k; all if None.
-        resume_in: Returns the loaders that resume, if they are to differ, for example
-            in their workers.
-        limit: Batches of an epoch to check; for long and endless ones.
-        new_process: Whether to resume also in a new process: from the first, middle
-            and last state, and after the end. The function is sent there by value; a
-            warning says if it cannot be.
+        make_loader: Returns a new loader, over a new dataset if the dataset has state.
+        stops: The values of k to check; None: all.
+        resume_in: Returns the loaders that resume, if they differ from the first one,
+            for example in the number of workers.
+        limit: Number of batches to check, for long and endless epochs.
+        new_process: Whether to resume the first, middle and last state in a new
+            process, too. The function is sent there by value; if it cannot be pickled,
+            a warning says so.
 
     Raises:
-        AssertionError: If one does not; names k and the first two batches that differ.
+        AssertionError: If a loader resumes otherwise; names k and the first difference.
     """
     make_other, resumes = resume_in or make_loader, list[_Resume]()
     with torch.random.fork_rng(devices=[]):
@@ -80,7 +80,7 @@ async def assert_resumes_exactly_async(
     limit: int | None = None,
     new_process: bool = True,
 ) -> None:
-    """Check the same by ``async for``: see ``assert_resumes_exactly``."""
+    """Check by ``async for`` that loaders resume; see ``assert_resumes_exactly``."""
     make_other, resumes = resume_in or make_loader, list[_Resume]()
     with torch.random.fork_rng(devices=[]):
         await _drive_async(_law(make_loader, make_other, stops, limit, resumes))
@@ -113,20 +113,20 @@ async def _drive_async(law: "Iterable[_Life]") -> None:
 
 @dataclass
 class _Life:
-    """The iterations of one loader, and their results."""
+    """One loader, its iterations, and the batches and states from them."""
 
     loader: DataLoader[Any]
     count: int  # epochs to iterate
-    limit: int | None  # batches to take of an epoch, if not all
-    # After how many batches of the first epoch the state is saved; None: after each.
+    limit: int | None  # batches to take of each epoch; None: all
+    # Save a state after these numbers of batches of the first epoch; None: after each.
     stops: Collection[int] | None = ()
-    batches: list[list[Any]] = field(default_factory=list)  # of each epoch
-    # Of the first epoch: where, the number of batches before, and the state.
+    batches: list[list[Any]] = field(default_factory=list)  # by epoch
+    # Saved in the first epoch: description, number of batches before, and state.
     states: list[tuple[str, int, Any]] = field(default_factory=list)
     end: Any = None  # the state after the first epoch
 
     def epochs(self) -> Iterator[None]:
-        """Start one epoch after the other."""
+        """Yield once per epoch, which the caller iterates; save the first one's end."""
         for _ in range(self.count):
             self.batches.append([])
             self._save("resumed before iter()")
@@ -135,12 +135,12 @@ class _Life:
                 self.end = self._state()
 
     def begin(self) -> None:
-        """Note that an iterator was made."""
+        """Save a state after ``iter()`` and before the first batch."""
         self._save("resumed after 0 batches")
 
     def note(self, batch: Any) -> bool:
         """Record a batch; return whether it is the last one to take."""
-        torch.rand(())  # as a step may
+        torch.rand(())  # like a training step
         epoch = self.batches[-1]
         epoch.append(batch)
         k = len(epoch)
@@ -154,7 +154,7 @@ class _Life:
             self.states.append((where, k, self._state()))
 
     def _state(self) -> Any:
-        """Return the state as restored from a file."""
+        """Return the loader's state after a round trip through JSON or ``pickle``."""
         state = self.loader.state_dict()
         with contextlib.suppress(TypeError, ValueError):
             copy = json.loads(json.dumps(state))
@@ -165,14 +165,14 @@ class _Life:
 
 @dataclass
 class _Resume:
-    """A state, and what must follow when it is loaded."""
+    """A state, and the batches expected after it is loaded."""
 
-    where: str  # what it was saved after, for messages
-    place: int  # batches of its epoch that were delivered
+    where: str  # when it was saved, for messages
+    place: int  # number of the epoch's batches before it
     state: Any
-    epochs: list[list[Any]]  # batches of the rest of the epoch, and of the next ones
+    epochs: list[list[Any]]  # rest of its epoch, then the next epochs
     in_order: bool
-    limit: int | None  # batches to take, if not all
+    limit: int | None  # batches to take; None: all
 
     def check(
         self, make: MakeLoader, half: int = -1
@@ -237,10 +237,10 @@ def _law(
 def _resume_in_new_process(
     make: MakeLoader, resumes: list[_Resume], *, is_async: bool
 ) -> None:
-    """Resume the first, middle and last one where nothing is left of this process.
+    """Resume the first, middle and last state in a new process.
 
     Raises:
-        AssertionError: If the batches differ there, or the loader failed.
+        AssertionError: If batches differ in that process, or its loader fails.
     """
     if not resumes:
         return
@@ -266,7 +266,7 @@ def _resume_in_new_process(
 
 
 def resume_here() -> None:
-    """Check what another process has written to the standard input."""
+    """Check the resumes that the parent process pickles to standard input."""
     make, resumes, is_async = pickle.load(sys.stdin.buffer)  # noqa: S301  (ours)
     for resume in resumes:
         law = resume.check(make)
@@ -274,7 +274,7 @@ def resume_here() -> None:
 
 
 def _without(batches: list[Any], removed: list[Any]) -> list[Any]:
-    """Return the batches that are not in ``removed``; equal ones are counted."""
+    """Return ``batches`` minus ``removed``, as multisets."""
     counts = Counter(map(frozen, removed))
     rest = []
     for batch in batches:

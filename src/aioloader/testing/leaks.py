@@ -1,7 +1,7 @@
-"""Check that code leaks nothing: threads, descriptors, processes, tasks.
+"""Check that code leaks no threads, file descriptors, processes or tasks.
 
-Some releases continue in the background (after a ``break``), so the check waits for a
-limited time. The fork server and ``multiprocessing``'s servers are no leaks.
+Some resources are released in the background (after a ``break``), so the check waits up
+to 20 s. The fork server and ``multiprocessing``'s servers do not count as leaks.
 """
 
 import asyncio
@@ -26,12 +26,12 @@ _PROCESSES = Path("/proc")
 
 @dataclass(frozen=True)
 class Resources:
-    """The resources of the process; descriptors and processes if the system shows them.
+    """A snapshot of this process's resources; all but threads need ``/proc``.
 
     Attributes:
         threads: Threads that are alive.
         descriptors: Open file descriptors and what they point to.
-        children: Process identifiers of all processes below this one.
+        children: Process identifiers of all descendants of the process.
     """
 
     threads: frozenset[threading.Thread]
@@ -40,7 +40,7 @@ class Resources:
 
     @classmethod
     def now(cls) -> "Resources":
-        """Return the resources held now."""
+        """Return a snapshot of the resources held now."""
         return cls(
             frozenset(threading.enumerate()),
             frozenset(_descriptors()),
@@ -51,7 +51,7 @@ class Resources:
         """Fail if the process holds more than at the time of this snapshot.
 
         Raises:
-            AssertionError: Lists the leaks.
+            AssertionError: If it does; lists the leaks.
         """
         for _ in range(_COLLECTIONS):
             gc.collect()
@@ -76,10 +76,10 @@ class Resources:
 
 @contextlib.contextmanager
 def no_leaks() -> Iterator[None]:
-    """Fail if the block leaks anything in ``Resources``, or tasks.
+    """Fail if the ``with`` block leaks tasks or anything listed in ``Resources``.
 
     Raises:
-        AssertionError: Lists the leaks.
+        AssertionError: If it does; lists the leaks.
     """
     before, tasks = Resources.now(), _tasks()
     yield
@@ -107,15 +107,15 @@ def _descriptors() -> Iterator[tuple[int, str]]:
         getattr(forkserver._forkserver, "_forkserver_alive_fd", None),  # noqa: SLF001
     }
     for entry in list(folder.iterdir()):
-        with contextlib.suppress(OSError):  # the descriptor of this very listing
+        with contextlib.suppress(OSError):  # the listing's own descriptor
             target = os.readlink(entry)  # noqa: PTH115  (pipe:[1] is no path)
             if int(entry.name) not in shared:
                 yield int(entry.name), target
 
 
 def _children() -> Iterator[int]:
-    """Yield all processes below this one, except helpers of the whole process."""
-    multiprocessing.active_children()  # reaps ended ones
+    """Yield the ids of all descendants, except servers of the whole process."""
+    multiprocessing.active_children()  # reaps those that have ended
     below: dict[int, list[int]] = {}
     every = os.listdir(_PROCESSES) if _PROCESSES.exists() else []  # noqa: PTH208  (of many, often)
     for pid in map(int, filter(str.isdecimal, every)):
@@ -135,11 +135,11 @@ def _children() -> Iterator[int]:
 
 
 def _started_by(pid: int) -> tuple[str, int]:
-    """Return a process's number, name and state, and its parent; 0 if it has ended."""
+    """Return a process's id, name and state as text, and its parent (0: ended)."""
     try:
         with open(f"{_PROCESSES}/{pid}/stat", "rb", buffering=0) as file:  # noqa: PTH123  (of many, often)
             text = file.read()
     except OSError:
         return f"{pid} (ended)", 0
-    end = text.rindex(b")") + 3  # of the name, and one letter: the state
+    end = text.rindex(b")") + 3  # after the name and the state, a letter
     return text[:end].decode(errors="replace"), int(text[end:].split(None, 1)[0])
