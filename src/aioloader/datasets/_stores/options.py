@@ -81,7 +81,7 @@ class Flights:
             del failure
 
     async def drain(self, seconds: float | None) -> None:
-        """Wait for obstore to release requests; cancel any open after ``seconds``."""
+        """Wait for obstore to release requests; cancel any left after ``seconds``."""
         if self._open and seconds is not None:
             # No variable for the finished requests: it would keep references to them.
             late = (await asyncio.wait(self._open, timeout=seconds))[1]
@@ -99,7 +99,7 @@ class Flights:
 
     def _are_held(self) -> bool:
         if self._ended:
-            # References that Rust drops without the GIL are subtracted at the next call.
+            # References that Rust drops without the GIL are subtracted in a later call.
             import_obstore().Bytes()
         return any(future() is not None for future in self._ended)
 

@@ -99,7 +99,7 @@ def redact_url(url: str) -> str:
 
 
 def redact_key(key: str) -> str:
-    """Return a key without its query, which has a ``=`` and may be a signature."""
+    """Return a key up to a ``?`` that a ``=`` follows: the query may be signed."""
     name, _, query = key.partition("?")
     return name if "=" in query else key
 
@@ -109,7 +109,7 @@ def redact_text(text: str) -> str:
 
 
 def carries_secret(url: str) -> bool:
-    """Return whether a URL has a user, or a query or fragment, as if signed."""
+    """Return whether a URL has a user, password, query, or (HTTP) fragment."""
     scheme, separator, rest = url.partition("://")
     if not separator or not ("@" in rest or "?" in rest or "#" in rest or "[" in rest):
         return False

@@ -82,7 +82,7 @@ class Source(abc.ABC):
     async def get(self, key: str, start: int, stop: int) -> Piece:
         """Return the bytes of an object from ``start`` to ``stop``, and its version.
 
-        Return fewer bytes at the object's end, none after it. The caller owns the buffer.
+        Return fewer bytes at the object's end, none after it. The caller owns them.
         """
 
     def list(self, prefix: str) -> "AsyncIterable[tuple[str, int]] | Awaitable[Sized]":
@@ -109,7 +109,7 @@ class Store(abc.ABC):
     Attributes:
         cache_name: Prefix of the store's keys in a cache; None if it is not cached.
         has_answered: Whether the server ever answered, even with an error.
-        is_refusing: Whether it never answered, and refused the latest connection.
+        is_refusing: Whether it never answered, and the latest request did not reach it.
         has_warned: Whether a retry was logged; only the first one is.
     """
 
@@ -169,7 +169,7 @@ class Store(abc.ABC):
             del failure
 
     async def drain(self, seconds: float | None = None) -> None:  # noqa: B027
-        """Wait for the release of this loop's requests; cancel late ones."""
+        """Wait for the release of this loop's requests; cancel any after ``seconds``."""
 
     async def aclose(self, seconds: float | None = None) -> None:
         """Drain, then release idle connections; the store stays usable."""
@@ -225,7 +225,7 @@ class OwnStore(Store):
                 await close()
 
     def failure(self, key: str, error: Exception, verb: str) -> Exception:
-        """Return the exception to raise, caused by the user's; a bug's is unchanged."""
+        """Return the exception to raise, caused by ``error``; bugs stay as they are."""
         if is_defect(error):
             # A StopAsyncIteration would silently end the stream.
             defect: Any = raisable(error, f"{type(self._source).__name__}.get()")
