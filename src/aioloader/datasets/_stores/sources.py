@@ -169,7 +169,7 @@ class Store(abc.ABC):
             del failure
 
     async def drain(self, seconds: float | None = None) -> None:  # noqa: B027
-        """Wait for the release of this loop's requests; cancel any after ``seconds``."""
+        """Wait for this loop's requests to be released; cancel after ``seconds``."""
 
     async def aclose(self, seconds: float | None = None) -> None:
         """Drain, then release idle connections; the store stays usable."""
