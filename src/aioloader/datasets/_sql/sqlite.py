@@ -149,7 +149,7 @@ class SQLite(Session):
                     else:
                         return
                 except OSError as exc:
-                    # A value of another type: restart, so that types are inferred again.
+                    # A value of another type: a restart makes the driver infer again.
                     if "Type mismatch" not in str(exc) or last == before:
                         raise
 
