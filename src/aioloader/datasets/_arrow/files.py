@@ -245,8 +245,8 @@ class TableReader(BlockReader):
             return self._by_row(item, read, opened), 0, item.num_rows
         rows = Rows(opened.rows_of(item))
         if not read and len(rows) and not rows.is_numeric:
-            # Convert one row, so that this thread loads time zones. Ignore a failure: it
-            # recurs where it can be reported.
+            # Convert one row, so that this thread loads time zones. A failure recurs
+            # where it can be reported.
             with contextlib.suppress(Exception):
                 rows[0]
         try:
@@ -536,7 +536,7 @@ class TableFormat(ShardFormat[FilePart]):
     async def opened(
         self, address: str
     ) -> tuple[FileMetadata, Projection, Callable[[pa.RecordBatch], pa.RecordBatch]]:
-        """Return a file's metadata, the projection, and a function to project batches."""
+        """Return a file's metadata, the projection, and a function of batches."""
         meta = await self._metadata_of(address)
         columns = self._columns(meta.schema, address)
         # The next listing replaces this projection.

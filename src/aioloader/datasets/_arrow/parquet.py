@@ -38,7 +38,7 @@ from aioloader.errors import DatasetError, TruncatedReadError
 # The footer is followed by its length and the magic number.
 _END_BYTES = 8
 _MAGIC = b"PAR1"
-# Uncompressed size of a decoded batch, in bytes.
+# Bytes of a batch, uncompressed but still encoded.
 _BATCH_BYTES = 1 << 20
 # For up to this many columns, a lookup is cheaper than a thread call for it.
 _MAX_QUICK_COLUMNS = 64
@@ -80,7 +80,7 @@ class ParquetFormat(TableFormat):
         return [*readers]
 
     def _small_size(self, shard: FilePart) -> int | None:
-        """Estimate a row group's decoded bytes; None if it needs its own thread call."""
+        """Estimate the bytes to read; None if the shard needs its own thread call."""
         address, number, *more = shard
         meta = self._cache.get(address)
         if more or meta is None or self.storage.path(address) is None:
@@ -109,7 +109,7 @@ class ParquetFormat(TableFormat):
         groups = [metadata.row_group(n) for n in range(metadata.num_row_groups)]
         parts = [((number,), group.num_rows) for number, group in enumerate(groups)]
         skipped: set[int] = set()
-        # A footer longer than its metadata is signed: encrypted statistics crash pyarrow.
+        # A longer footer is signed. pyarrow would crash on encrypted statistics.
         is_encrypted = metadata.serialized_size + _END_BYTES < len(footer)
         filters = self._projection.filters
         if filters is not None and not is_encrypted:
@@ -150,8 +150,8 @@ class ParquetFormat(TableFormat):
         batch_rows = _within(
             1, _BATCH_BYTES // max(1, decoded // max(1, rows)), BATCH_ROWS
         )
-        # Whether the encoded row group fits into half the window. If it does not, each
-        # column gets a buffer, with one request in use and one in flight.
+        # Whether the compressed columns fit into half the window. If not, each column
+        # gets a buffer, with one request in use and one in flight.
         is_small = sum(stop - start for start, stop in spans) <= window // 2
         requests = 4 if is_small else 2 * max(2, len(spans))
         buffer = 0
