@@ -74,7 +74,7 @@ Item: TypeAlias = pa.RecordBatch | FailedSample | RestartPoint
 
 
 class Opened(NamedTuple):
-    """An open shard, ready to be decoded."""
+    """An opened shard, whose decoding can start."""
 
     items: Callable[[], Iterator[Item]]  # decodes; runs in a thread
     # Converts a validated batch to the rows and columns to deliver.
@@ -145,7 +145,7 @@ class TableReader(BlockReader):
         return (await _advance([self], self._step_bytes))[self]
 
     def join(self, step: "asyncio.Task[dict[TableReader, PositionedBlocks]]") -> None:
-        """Take the first blocks from ``step``, which decodes several small shards."""
+        """Take the first blocks from ``step``, a task that decodes several shards."""
 
         async def own_blocks() -> PositionedBlocks:
             return (await finish_despite_cancel(step)).get(self, [])

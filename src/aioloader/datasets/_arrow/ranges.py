@@ -225,7 +225,7 @@ class FetchedRanges:
         return body
 
     def _release(self, fetched: FetchedRange) -> None:
-        """Release a range's bytes, and prefetch more. A later read would fetch again."""
+        """Release a range's bytes, and prefetch more; a later read fetches again."""
         size = fetched.stop - fetched.start
         if fetched.body is not None:
             self._held -= size

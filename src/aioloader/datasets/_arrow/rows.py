@@ -183,7 +183,7 @@ class Rows(Sequence[dict[str, Any]]):
         return self._with_parts(parts)
 
     def interleaved(self, blocks: Sequence[Any]) -> "Rows | None":
-        """Return a copy of the rows, interleaved with ``blocks``; None as in ``joined``."""
+        """Return a copy that interleaves rows with ``blocks``; None as in ``joined``."""
         joined, count = self.joined(blocks), 1 + len(blocks)
         if joined is None:
             return None

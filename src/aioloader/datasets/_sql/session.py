@@ -188,7 +188,7 @@ class KeyRange(NamedTuple):
 
 
 class Session(abc.ABC):
-    """The snapshot and connections of one iteration."""
+    """Base class for the snapshot and the connections of one iteration."""
 
     _placeholder: str  # precedes the number of a query parameter
 

@@ -247,7 +247,7 @@ class Reason:
 
 
 def _number(text: str) -> int:
-    """Return the number at the start of a text, or 0."""
+    """Return the number that ``text`` starts with, or 0."""
     return int(text[: len(text) - len(text.lstrip("0123456789"))] or 0)
 
 

@@ -17,7 +17,7 @@ _CODEC = "utf-8", "surrogateescape"
 
 
 class NameTable(Sequence[str]):
-    """An immutable sequence of strings in two arrays; each access decodes a name."""
+    """An immutable sequence of strings in two arrays; each access decodes a string."""
 
     __slots__ = ("_blob", "_bytes", "_ends", "_offsets")
 
