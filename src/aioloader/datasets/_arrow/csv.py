@@ -453,7 +453,7 @@ def _read_from(
 
 
 def _unpacking(stream: pa.NativeFile, location: str) -> Callable[[int], bytes]:
-    """Return a function that reads unpacked bytes, and raises only after all valid."""
+    """Return a function that reads unpacked bytes; it raises after the valid ones."""
     failure: Exception | None = None
 
     def read(size: int) -> bytes:

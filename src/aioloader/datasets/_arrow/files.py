@@ -96,7 +96,7 @@ def edges(size: int, count: int) -> list[int]:
 def between(
     batches: Generator[pa.RecordBatch, None, None], first: int, stop: int
 ) -> Iterator[pa.RecordBatch]:
-    """Yield rows ``first`` to ``stop`` (exclusive) of ``batches``; then close these."""
+    """Yield rows ``first`` to ``stop`` (exclusive) of a generator, then close it."""
     row = 0
     with contextlib.closing(batches):
         for batch in batches:
@@ -536,7 +536,7 @@ class TableFormat(ShardFormat[FilePart]):
     async def opened(
         self, address: str
     ) -> tuple[FileMetadata, Projection, Callable[[pa.RecordBatch], pa.RecordBatch]]:
-        """Return a file's metadata, the projection, and a function of batches."""
+        """Return a file's metadata, the projection, and a function that applies it."""
         meta = await self._metadata_of(address)
         columns = self._columns(meta.schema, address)
         # The next listing replaces this projection.

@@ -182,7 +182,7 @@ class ArrowFormat(TableFormat):
 
 
 def _footer_length(data: bytes, size: int, location: str) -> int:
-    """Return the bytes from the footer to the end of a file; 0: perhaps a stream."""
+    """Return the length from the footer to the file's end; 0 if it may be a stream."""
     if not data.endswith(_MAGIC):
         return 0
     length = -1

@@ -50,7 +50,7 @@ _MIN_BUFFER, _MAX_BUFFER = 1 << 14, 1 << 20
 
 @dataclass
 class Footer:
-    """A parsed footer, and what was found out about the projected columns."""
+    """A parsed footer, and cached facts about the projected columns."""
 
     metadata: pq.FileMetaData
     # Indices of their leaf columns once looked up; a nested column has several.
@@ -190,7 +190,7 @@ def _within(least: int, value: int, most: int) -> int:
 
 
 def _footer_length(tail: bytes, size: int, location: str) -> int:
-    """Return the bytes from the footer to the file's end; raise if none is found."""
+    """Return the length from the footer to the file's end; raise if there is none."""
     end = tail[-_END_BYTES:]
     if end[4:] == b"PARE":
         text = f"{location!r} is an encrypted Parquet file: decrypt it first"
@@ -253,7 +253,7 @@ def _spans(
 def _why_unsound(
     meta: FileMetadata, number: int | None, names: list[str]
 ) -> Exception | None:
-    """Return the error in the columns of one row group (None: of all), if any.
+    """Return the error in the columns of row group ``number`` (None: of any), or None.
 
     The check starts to read, and stops at the first read. A damaged footer fails before
     that; inspecting the columns instead could end the process by a C++ exception.

@@ -183,7 +183,7 @@ class Rows(Sequence[dict[str, Any]]):
         return self._with_parts(parts)
 
     def interleaved(self, blocks: Sequence[Any]) -> "Rows | None":
-        """Return a copy that interleaves rows with ``blocks``; None as in ``joined``."""
+        """Return a copy, interleaved with ``blocks``; None if their columns differ."""
         joined, count = self.joined(blocks), 1 + len(blocks)
         if joined is None:
             return None
@@ -556,7 +556,7 @@ def _is_text(kind: pa.DataType) -> bool:
 
 
 def _is_exact(kind: pa.DataType) -> bool:
-    """Return whether a type is numbers as text, since Arrow's decimals lack NaN."""
+    """Return whether a type has exact numbers as text: Arrow decimals lack NaN."""
     is_opaque = getattr(kind, "extension_name", "") == "arrow.opaque"
     return is_opaque and kind.type_name == "numeric"
 

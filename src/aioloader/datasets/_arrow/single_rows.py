@@ -28,7 +28,7 @@ class MappedTable(NamedTuple):
     counts: list[int]
 
     def batches(self) -> list[pa.RecordBatch]:
-        """Map the file; return its record batches, whose bytes are read on first use."""
+        """Map the file, and return its record batches; bytes are read on first use."""
         mapped = pa.memory_map(self.path)
         if mapped.read(6) == b"ARROW1":
             reader = pa.ipc.open_file(mapped)
@@ -90,7 +90,7 @@ class SingleRows:
 async def single_rows(
     table_format: TableFormat, shards: Sequence[Any]
 ) -> tuple[list[MappedTable], Edges]:
-    """Map the files of ``shards``; raise if they are remote or filtered."""
+    """Return the shards' files and edges; raise if a file is remote or filtered."""
     storage = table_format.storage
 
     async def file_of(address: str) -> MappedTable:

@@ -91,7 +91,7 @@ class Connection(CpuThread):
         self._pending.remove(job)
 
     async def is_lost(self) -> bool:
-        """Test, after a failure, whether the connection to the server is lost."""
+        """Return, after a failure, whether the connection to the server is lost."""
         if not self._address.is_sqlite:
             try:
                 await self.run(self.fetch, "SELECT 1")

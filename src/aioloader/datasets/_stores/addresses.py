@@ -270,7 +270,7 @@ def matching(keys: Iterable[str], pattern: str) -> list[str]:
 
 
 def _segment(pattern: str) -> str:
-    """Return a regular expression for one segment that backtracks little."""
+    """Return a segment's regular expression, which cannot backtrack exponentially."""
     if not has_signs(pattern):
         return re.escape(pattern)
     chunks = [""]

@@ -160,7 +160,7 @@ class StoredObject:
         return Piece(parts[0] if len(parts) == 1 else b"".join(parts), now)
 
     async def read(self, start: int, stop: int, version: Version) -> Buffer:
-        """Return a range of ``version``, cached if the cache has exactly this range."""
+        """Return a range of ``version``, from the cache if that has the same range."""
         if self._cache is None or version.e_tag is None:
             return (await self._request(start, stop, version)).data
         size, e_tag, modified = version

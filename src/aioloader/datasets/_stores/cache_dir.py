@@ -3,7 +3,7 @@
 Each entry is a file, renamed when complete, so readers see all of it or nothing. Files
 are not synced to disk: an entry torn by a power cut fails its checksum, and counts as
 missing. A process scans the directory, under a lock, after it has added 1/32 of the
-limit (all of it if alone). The scan evicts the least recently used entries, to 7/8.
+limit (all of it if alone). Scans evict the least recently used entries down to 7/8.
 """
 
 import contextlib
@@ -50,7 +50,7 @@ _DEAD_AGE, _MAX_AGE = 60.0, 3600.0
 
 
 class CacheDir:
-    """A size-limited directory of byte strings, evicted by least recent use.
+    """A directory of byte strings with a size limit and least-recently-used eviction.
 
     All methods block: call them in threads. Threads and forked processes may share a
     ``CacheDir``, and it can be pickled. The bytes of a key must never change. Only
@@ -59,7 +59,7 @@ class CacheDir:
 
     The limit applies to the sum of file lengths; each file has 52 bytes more than its
     data. Each process may overshoot by 1/32, and by entries being written. After a
-    failed write (disk full, no permission), writes pause for a minute; it warns once.
+    failed write (disk full, no permission), writes pause for a minute. Warns once.
     """
 
     def __init__(self, directory: str | os.PathLike[str], max_bytes: int) -> None:

@@ -124,7 +124,7 @@ async def list_async(store: Store, prefix: str, policy: Requests = USUAL) -> Lis
 
 
 async def _without_markers(listing: Listing, store: Store, tries: Tries) -> Listing:
-    """Remove markers of empty folders, by requesting each empty key if few are."""
+    """Request each empty key, if they are few; remove those that are folder markers."""
     indices = np.flatnonzero(listing.sizes == 0)[: _MAX_EMPTY + 1]
     empty = [listing.keys[index] for index in indices]
     if not empty or len(empty) > _MAX_EMPTY:

@@ -1,4 +1,4 @@
-"""Hide secrets in store URLs and options, which are found by suspicious names."""
+"""Hide secrets in store URLs and options; an option's name may mark it as secret."""
 
 import pickle
 import re
@@ -99,7 +99,7 @@ def redact_url(url: str) -> str:
 
 
 def redact_key(key: str) -> str:
-    """Return a key up to a ``?`` that a ``=`` follows: the query may be signed."""
+    """Cut a key at a ``?`` that a ``=`` follows: this starts a signed URL's query."""
     name, _, query = key.partition("?")
     return name if "=" in query else key
 

@@ -169,7 +169,7 @@ class Store(abc.ABC):
             del failure
 
     async def drain(self, seconds: float | None = None) -> None:  # noqa: B027
-        """Wait for this loop's requests to be released; cancel after ``seconds``."""
+        """Wait until this loop's requests end and are released, or until ``seconds``."""
 
     async def aclose(self, seconds: float | None = None) -> None:
         """Drain, then release idle connections; the store stays usable."""
@@ -250,7 +250,7 @@ async def _each(pairs: Sized) -> AsyncIterator[tuple[str, int]]:
 def failure_of_source(
     verb: str, location: str, error: Exception, words: str, hint: str = ""
 ) -> Exception:
-    """Return the exception to raise for a client's; see ``Store.failure``."""
+    """Return the exception to raise for a client's exception; see ``Store.failure``."""
     if isinstance(error, DatasetError):
         is_final = isinstance(error, (FileNotFoundError, PermissionError))
         return RefusedError(error) if is_final else error

@@ -134,7 +134,7 @@ class Storage:
             self._per_loop.here().users += 1
 
     async def expand(self, patterns: Any) -> SizedListing:
-        """Return the addresses that match ``patterns``; each pattern's are sorted.
+        """Return the addresses that match ``patterns``, sorted within each pattern.
 
         Every iteration begins with this call and ends with ``aclose``.
         """
@@ -258,7 +258,7 @@ class Storage:
         stop: int = 0,
         version: Version | None = None,
     ) -> tuple[bytes, Version]:
-        """Return a range of a file or object, and its version; raise if it changed.
+        """Return a range of a file or object, of ``version`` if given, and the version.
 
         A negative ``start`` counts from the end; a ``stop`` of 0 is the end.
         """

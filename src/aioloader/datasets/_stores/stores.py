@@ -230,7 +230,7 @@ class ObstoreStore(Store):
         return Piece(b"", now)
 
     async def head(self, key: str) -> Version:
-        """Request an object's version (HEAD)."""
+        """Return an object's version, by a HEAD request."""
         obstore, store = import_obstore(), await self.opened()
         return version_of(await self.follow(obstore.head_async(store, key)))
 
