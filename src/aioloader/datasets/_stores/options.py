@@ -81,7 +81,7 @@ class Flights:
             del failure
 
     async def drain(self, seconds: float | None) -> None:
-        """Wait until obstore has released requests; cancel any left after ``seconds``."""
+        """Let requests end within ``seconds``, if given; wait for their release."""
         if self._open and seconds is not None:
             # No variable for the finished requests: it would keep references to them.
             late = (await asyncio.wait(self._open, timeout=seconds))[1]

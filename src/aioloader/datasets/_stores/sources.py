@@ -82,7 +82,7 @@ class Source(abc.ABC):
     async def get(self, key: str, start: int, stop: int) -> Piece:
         """Return the bytes of an object from ``start`` to ``stop``, and its version.
 
-        Return fewer bytes at the object's end, none after it. The caller owns them.
+        Return fewer bytes at the object's end, none beyond. The caller owns the buffer.
         """
 
     def list(self, prefix: str) -> "AsyncIterable[tuple[str, int]] | Awaitable[Sized]":
@@ -169,7 +169,7 @@ class Store(abc.ABC):
             del failure
 
     async def drain(self, seconds: float | None = None) -> None:  # noqa: B027
-        """Wait until this loop's requests end and are released, or until ``seconds``."""
+        """Let this loop's requests end within ``seconds``; wait for their release."""
 
     async def aclose(self, seconds: float | None = None) -> None:
         """Drain, then release idle connections; the store stays usable."""
