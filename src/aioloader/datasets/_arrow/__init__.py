@@ -1,1 +1,1 @@
-"""Tables of Arrow: Parquet, Arrow and CSV files, and the data of other libraries."""
+"""Arrow tables: Parquet, Arrow and CSV files, and Arrow data of other libraries."""

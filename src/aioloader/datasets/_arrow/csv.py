@@ -1,9 +1,9 @@
 """CSV files: ranges of lines as shards, parsed by pyarrow block by block.
 
-Unless given, column names come from the first line, and types from the first lines,
-unified over all files. A plain file is cut into ranges; a compressed file, or one with
-newlines in values, is a single shard. Resuming parses again from the block with the
-next row; a compressed file from its beginning. An unreadable line is a failed sample.
+Unless given, names come from the first line, and types from the first lines, unified
+over all files. A plain file is cut into ranges. A compressed file, or one with newlines
+in values, is a single shard. A resumed iteration parses from the block with the next
+row, or a compressed file from its beginning. Unreadable lines become failed samples.
 """
 
 import contextlib
@@ -37,19 +37,19 @@ from aioloader.datasets._streams.shards import ShardPosition, Summary
 from aioloader.errors import DatasetError, TruncatedReadError
 
 _RANGE_BYTES = 32 << 20
-# Bytes parsed at once: the search for quotes holds the GIL.
+# Bytes parsed per call; few, because the search for quotes holds the GIL.
 _BLOCK_BYTES = 1 << 18
 _MAX_LINE = 1 << 28
-# Bytes read to find names and types.
+# Bytes read to find column names and types.
 _MIN_HEAD, _MAX_HEAD = 1 << 16, 1 << 26
-# The same, compressed: bzip2 has blocks of 900 KB.
+# The same for compressed files; bzip2 has blocks of 900 KB.
 _PACKED_HEAD = 1 << 20
 _PACKINGS = {
     "gz": "gzip", "bz2": "bz2", "zst": "zstd", "zstd": "zstd", "lz4": "lz4",
     "br": "brotli",
 }  # fmt: skip
 _UNSUPPORTED = {"xz", "zip", "7z"}
-# Memory of a file's metadata, about.
+# Approximate memory of a file's metadata, in bytes.
 _NBYTES = 1 << 12
 # pyarrow's message for a value that does not fit its column's type.
 _MISFIT = re.compile(
@@ -61,7 +61,7 @@ _BOM = "\ufeff".encode()
 
 @dataclass(frozen=True)
 class Dialect:
-    """The CSV dialect, as in ``CSVDataset``. A newline within quotes ends no line."""
+    """A CSV dialect; see ``CSVDataset``. Newlines within quotes do not end a line."""
 
     delimiter: str = ","
     quote_char: str | bool = '"'
@@ -84,14 +84,14 @@ class Dialect:
         return {**asdict(self), "null_values": nulls}
 
     def first_end(self, data: bytes) -> int:
-        """Return the offset after the first newline that ends a line, or 0."""
+        """Return the offset just after the first whole line, or 0 if there is none."""
         if not self._is_quoted(data):
             return data.find(b"\n") + 1
         line = re.match(self._values + rb"\n", data)
         return 0 if line is None else line.end()
 
     def last_end(self, data: bytes) -> int:
-        """Return the offset after the last newline that ends a line, or 0."""
+        """Return the offset just after the last whole line, or 0 if there is none."""
         if not self._is_quoted(data):
             return data.rfind(b"\n") + 1
         lines = re.match(rb"(?:" + self._values + rb"\n)*+", data)
@@ -111,12 +111,12 @@ class Dialect:
         *,
         skip_wrong: bool = False,
     ) -> pa.Table:
-        """Parse whole lines; with ``skip_wrong``, drop lines of another length.
+        """Parse whole lines; ``skip_wrong``: skip those with a wrong number of values.
 
-        Without ``names`` the first line has them; without ``include`` all columns are
-        returned; the types of columns without ``types`` are inferred.
+        Without ``names``, the first line contains the names. Without ``include``, all
+        columns are returned. A column that is not in ``types`` has an inferred type.
         """
-        if data.startswith(_BOM):  # text here, but pyarrow would drop it
+        if data.startswith(_BOM):  # here it is text, but pyarrow would drop it
             data = b"\n" + data
         nulls = {} if self.null_values is None else {"null_values": self.null_values}
         return csv.read_csv(
@@ -144,7 +144,7 @@ class Dialect:
 
     @functools.cached_property
     def _values(self) -> bytes:
-        """A pattern for one line's values; a quote in an unquoted one is literal."""
+        """A pattern for a line's values; quotes within unquoted values are literal."""
         quote, escape, delimiter = (
             re.escape(str(sign or "").encode())
             for sign in (self.quote_char, self.escape_char, self.delimiter)
@@ -158,7 +158,7 @@ class Dialect:
 
 
 class CSVFormat(TableFormat):
-    """Lines of CSV files; a shard is (address, first byte, stop or 0 for the end)."""
+    """Lines of CSV files; a shard is (address, first byte, stop or 0 for no limit)."""
 
     def __init__(
         self,
@@ -184,7 +184,7 @@ class CSVFormat(TableFormat):
         return {**super().describe(), **self._dialect.describe(), **names}
 
     def summary(self, shards: Sequence[FilePart]) -> Summary:
-        """Include a digest of the cuts: they depend on the files' lengths."""
+        """Add a digest of the cuts, since they depend on the files' lengths."""
         cuts = "".join(f"{start}-{stop};" for _, start, stop in shards if start + stop)
         digest = {"cuts": f"{zlib.crc32(cuts.encode()):08x}"} if cuts else {}
         return {**super().summary(shards), **digest}
@@ -203,7 +203,7 @@ class CSVFormat(TableFormat):
         return [(address, *pair) for pair in pairwise([*cuts, stop])]
 
     def _is_whole(self, address: str) -> bool:
-        """Return whether a file can only be read as a whole."""
+        """Return whether a file cannot be cut into ranges."""
         is_packed = _packing(self.storage.label(address)) is not None
         return is_packed or self._dialect.newlines_in_values
 
@@ -223,14 +223,14 @@ class CSVFormat(TableFormat):
         count = 1 if self._is_whole(address) else max(1, -(-size // _RANGE_BYTES))
         cuts = pairwise([*edges(size, count)[:-1], 0])
         parts: list[tuple[FilePart, int]] = [(pair, size // count) for pair in cuts]
-        # The details are the unpacked offset of the first line after the names.
+        # ``details`` is the offset of the first row in the unpacked data.
         schema = self._shared(schema)
         return FileMetadata(address, location, version, schema, parts, start, _NBYTES)
 
     def _parse_head(
         self, data: bytes, packing: str | None, location: str, *, is_all: bool
     ) -> tuple[pa.Schema, int] | None:
-        """Return the schema, and the offset of the first row; None: needs more data."""
+        """Return the schema and the first row's offset; None if it needs more data."""
         dialect = self._dialect
         if packing is not None:
             data, is_all = _unpacked(data, packing, location, is_all=is_all)
@@ -278,16 +278,16 @@ class CSVFormat(TableFormat):
         return names
 
     def _inferred(self, data: bytes, names: Sequence[str]) -> dict[str, pa.DataType]:
-        """Infer the types of columns from the first lines, without unreadable ones."""
+        """Infer column types from the first lines; ignore lines that cannot be read."""
         types = dict.fromkeys(names, pa.null())
         while data.strip(b"\r\n"):
-            is_text = False  # to skip a line, pyarrow must decode it
+            is_text = False  # pyarrow can skip a line only if it can decode it
             with contextlib.suppress(UnicodeDecodeError):
                 is_text = bool(data.decode())
             parse = partial(self._dialect.parse, data, names, skip_wrong=is_text)
             try:
                 table = parse()
-            except ValueError:  # a wrong line that is not UTF-8
+            except ValueError:  # a bad line that is not UTF-8: try fewer lines
                 data = data[: self._dialect.last_end(data[: len(data) // 2])]
                 continue
             types |= {field.name: field.type for field in table.schema}
@@ -309,15 +309,15 @@ class CSVFormat(TableFormat):
         window: int,
     ) -> DecodePlan:
         packing, (start, stop) = _packing(meta.location), part
-        # A cut may be within the first line, or within empty lines before it.
+        # A cut may be within the line of names, or within empty lines before it.
         first, is_inside = max(start, meta.details), start > meta.details
         if "from" in position:
             (first, *_), is_inside = position["from"], False
         elif is_inside:
-            first -= 1  # is it a newline, or has a line started earlier?
+            first -= 1  # unless this is a newline, a line started earlier
         names, present = [*meta.schema.names], projection.present(meta.schema)
         types = {name: projection.schema.field(name).type for name in present}
-        # For pyarrow, an empty list means all columns.
+        # pyarrow takes an empty list to mean all columns.
         include = present or names[:1]
         parse = partial(self._dialect.parse, names=names, types=types, include=include)
         lines = Lines(self._dialect, parse, names, meta.location)
@@ -334,7 +334,7 @@ class CSVFormat(TableFormat):
 
 
 class Lines(NamedTuple):
-    """Splits the bytes of a range into lines, and parses them."""
+    """Splits the bytes of a range into lines, and parses these in blocks."""
 
     dialect: Dialect
     parse: Callable[[bytes], pa.Table]  # takes whole lines
@@ -344,10 +344,10 @@ class Lines(NamedTuple):
     def blocks(
         self, read: Callable[[int], bytes], pos: int, stop: int, *, is_inside: bool
     ) -> Iterator[tuple[int, bytes]]:
-        """Yield the lines that start in a range, in blocks: (byte offset, lines).
+        """Yield blocks of the lines that start in a range, as (byte offset, lines).
 
-        ``read`` returns bytes from ``pos`` on; if ``is_inside``, the first may
-        belong to an earlier line. No line starts at ``stop`` or later (0: no limit).
+        ``read`` returns the next bytes from ``pos``. ``is_inside``: ``pos`` may be
+        within an earlier line. ``stop``: lines do not start here or later; 0: no limit.
         """
         data, is_last = b"", False
         while not is_last:
@@ -372,7 +372,7 @@ class Lines(NamedTuple):
                 self._check_end(b"", pos)
 
     def _check_end(self, line: bytes, pos: int) -> None:
-        """Check that the rest of a range or file is a whole line."""
+        """Raise if ``line``, the rest of a range or file, is not a whole line."""
         if line and not self.dialect.is_open(line):
             return
         where = "within quotes" if line else f"after more than {_MAX_LINE:,} bytes"
@@ -384,7 +384,7 @@ class Lines(NamedTuple):
         )
 
     def batches(self, data: bytes, pos: int) -> Iterator[pa.RecordBatch | FailedSample]:
-        """Yield whole lines as record batches, each unreadable line as a failure."""
+        """Yield whole lines as record batches; unreadable ones as FailedSamples."""
         if not data.strip(b"\r\n"):
             return
         try:
@@ -422,7 +422,7 @@ class Lines(NamedTuple):
 
 
 def _is_integral(parse: Callable[..., pa.Table], table: pa.Table, name: str) -> bool:
-    """Return whether a column that pyarrow infers as floats has only integers."""
+    """Return whether a column that pyarrow infers as float has only integers."""
     texts = parse(types={name: pa.string()}, include=[name])[name]
     digits = compute.match_substring_regex(texts, r"^\s*[-+]?\d+\s*$")
     return bool(compute.all(compute.or_(digits, table[name].is_null())).as_py())
@@ -440,7 +440,7 @@ def _integer_type(parse: Callable[..., pa.Table], name: str) -> pa.DataType:
 def _read_from(
     start: int, file: pa.NativeFile, packing: str | None, location: str
 ) -> Iterator[Any]:
-    """Yield a function that reads a file from an (unpacked) offset on."""
+    """Yield a function that reads a file's unpacked data from offset ``start``."""
     if packing is None:
         file.seek(start)
         yield file.read
@@ -453,7 +453,7 @@ def _read_from(
 
 
 def _unpacking(stream: pa.NativeFile, location: str) -> Callable[[int], bytes]:
-    """Return a function that reads unpacked bytes, and raises after the last good."""
+    """Return a function that reads unpacked bytes; it raises after the valid ones."""
     failure: Exception | None = None
 
     def read(size: int) -> bytes:
@@ -467,7 +467,7 @@ def _unpacking(stream: pa.NativeFile, location: str) -> Callable[[int], bytes]:
                 raise
             failure = _damage(error, location)
             failure.__cause__ = error
-            # Arrow has unpacked in place, but does not report how much.
+            # Arrow has filled part of the buffer, but does not report how much.
             if good := piece.rstrip(b"\0"):
                 return bytes(good)
         raise failure
@@ -490,7 +490,7 @@ def _packing(location: str) -> str | None:
 def _unpacked(
     data: bytes, packing: str, location: str, *, is_all: bool
 ) -> tuple[bytes, bool]:
-    """Return the beginning of the unpacked data, and whether it is complete."""
+    """Unpack the beginning of a file; return it, and whether it is the whole file."""
     head = b""
     try:
         with pa.CompressedInputStream(pa.BufferReader(data), packing) as stream:
@@ -502,7 +502,7 @@ def _unpacked(
     except DatasetError:
         if not is_all:
             return head, False
-        head = head[: head.rfind(b"\n") + 1]  # reading the file raises the error
+        head = head[: head.rfind(b"\n") + 1]  # reading rows raises the error
         if not head:
             raise
     return head, is_all
@@ -512,7 +512,7 @@ def _damage(error: OSError, location: str) -> DatasetError:
     text = f"{location!r} cannot be unpacked: {error}; write or download it again"
     if "memory" in str(error):
         text = f"{location!r}: {error}; pack it again with a smaller window"
-    if "Truncated" in str(error):  # pyarrow has one type for all
+    if "Truncated" in str(error):  # pyarrow has no separate type for this
         return TruncatedReadError(text, location=location)
     return DatasetError(text, location=location)
 

@@ -1,9 +1,9 @@
-"""What Parquet, Arrow and CSV files share: listing, metadata, decoding in threads.
+"""Base classes for Parquet, Arrow and CSV files: listing, metadata and decoding.
 
-Shards follow the order of the files, whose metadata is read concurrently. A thread
-decodes record batches in steps: one is delivered while the next is decoded and bytes
-for later ones are in flight. Batches are validated first: a single damaged row becomes
-a ``FailedSample``, any other damage ends the shard with an error.
+Shards are in the order of the files, whose metadata is read concurrently. A thread
+decodes record batches in steps: it decodes the next step while one is delivered and
+bytes for later ones are in flight. Batches are validated. A row with invalid text
+becomes a ``FailedSample``; any other damage ends the shard with an error.
 """
 
 import asyncio
@@ -44,25 +44,25 @@ from aioloader.datasets._streams.shards import (
 )
 from aioloader.errors import DatasetError
 
-# Decoded bytes of a step; larger ones do not fit into the processor's caches.
+# Decoded bytes of a step; a larger step would not fit into the processor's caches.
 _MIN_STEP, _MAX_STEP = 1 << 16, 2 << 20
-# Rows of a decoded batch, at most: enough to make its fixed cost small.
+# Maximum rows of a decoded batch, enough to make its fixed cost negligible.
 BATCH_ROWS = 1 << 14
-# Bytes of a request for data that is read in order.
+# Bytes per request for data that is read in order.
 _MIN_REQUEST, MAX_REQUEST = 1 << 18, 8 << 20
-# pyarrow's message for invalid text in an otherwise valid column.
+# Part of pyarrow's message for invalid text in an otherwise valid column.
 _BAD_TEXT = "Invalid UTF8"
-# An address, and values that select a part of the file (see the formats).
+# An address, and values that select a part of the file; they depend on the format.
 FilePart: TypeAlias = tuple[Any, ...]
 
-# Bytes of the first request for a footer; most are shorter.
+# Bytes of the first request for a footer; most footers are shorter.
 _FOOTER_GUESS = 1 << 16
-# Bytes of cached metadata: shards of one file are mostly read one after the other.
+# Limit for cached metadata, in bytes: a file's shards are mostly read in sequence.
 _CACHE_BYTES = 64 << 20
 
 
 class RestartPoint(NamedTuple):
-    """A byte at which decoding can restart, and the number of rows before it."""
+    """A byte offset where decoding can restart, and the number of rows before it."""
 
     byte: int
     row: int = 0  # rows delivered, after filters
@@ -74,18 +74,18 @@ Item: TypeAlias = pa.RecordBatch | FailedSample | RestartPoint
 
 
 class Opened(NamedTuple):
-    """An open shard, ready to be decoded."""
+    """An opened shard, whose decoding can start."""
 
-    items: Callable[[], Iterator[Item]]  # starts decoding, in a thread
-    # Projects a validated batch to the rows to deliver.
+    items: Callable[[], Iterator[Item]]  # decodes; runs in a thread
+    # Converts a validated batch to the rows and columns to deliver.
     rows_of: Callable[[pa.RecordBatch], pa.RecordBatch]
     rows: int | None = None  # expected number of rows, before filters
-    ranges: FetchedRanges | None = None  # the requests, of a remote file
+    ranges: FetchedRanges | None = None  # of a remote file
     version: Version | None = None
-    # Raises if a local file is no longer of that version.
+    # Raises if a local file no longer has that version.
     check: Callable[[], None] = lambda: None
-    may_wait: bool = False  # for the network, so that it needs a separate thread
-    is_users: bool = False  # the source is the user's: raise its errors as they are
+    may_wait: bool = False  # decoding may wait for data: use a separate thread
+    is_users: bool = False  # the source is the user's: raise its errors unchanged
 
 
 def edges(size: int, count: int) -> list[int]:
@@ -96,7 +96,7 @@ def edges(size: int, count: int) -> list[int]:
 def between(
     batches: Generator[pa.RecordBatch, None, None], first: int, stop: int
 ) -> Iterator[pa.RecordBatch]:
-    """Yield rows ``first`` to ``stop`` (exclusive); later ones are not decoded."""
+    """Yield rows ``first`` to ``stop`` (exclusive) of a generator, then close it."""
     row = 0
     with contextlib.closing(batches):
         for batch in batches:
@@ -109,11 +109,11 @@ def between(
 
 
 class TableReader(BlockReader):
-    """Reads the rows of a shard in order.
+    """Reads the rows of a shard in order, one step ahead.
 
-    ``open_shard`` takes the number of bytes that may be requested ahead. Errors call
-    the shard ``unit`` of the file, or the file if ``unit`` is empty. The budget covers
-    two decoded steps; the rest is for bytes not yet decoded.
+    ``open_shard``: opens the shard, given how many bytes it may request ahead.
+    ``unit``: the shard's name within the file, for errors; empty for a whole file.
+    ``budget``: bytes for two decoded steps; the rest is for bytes not yet decoded.
     """
 
     is_ahead = True
@@ -145,7 +145,7 @@ class TableReader(BlockReader):
         return (await _advance([self], self._step_bytes))[self]
 
     def join(self, step: "asyncio.Task[dict[TableReader, PositionedBlocks]]") -> None:
-        """Take the first blocks from ``step``, which decodes several small shards."""
+        """Take the first blocks from ``step``, a task that decodes several shards."""
 
         async def own_blocks() -> PositionedBlocks:
             return (await finish_despite_cancel(step)).get(self, [])
@@ -174,7 +174,7 @@ class TableReader(BlockReader):
         return {"row": self._first_row + self.passed, **marked}
 
     def bytes_ahead(self) -> int | None:
-        """Return the most bytes it may hold; None for a small shard, far below that."""
+        """Return the reader's maximum memory in bytes; None if the shard is small."""
         return None if self._is_small else self._window + 2 * self._step_bytes
 
     def is_draining(self) -> bool:
@@ -184,7 +184,7 @@ class TableReader(BlockReader):
     # -- in a thread ----------------------------------------------------------------
 
     def step(self, nbytes: int) -> tuple[PositionedBlocks, int]:
-        """Decode about ``nbytes``; return the blocks, and the bytes not used."""
+        """Decode about ``nbytes``; return the blocks, and how many bytes are left."""
         opened, blocks = self._opened, PositionedBlocks()
         failure: Exception | None = None
         assert opened is not None
@@ -200,7 +200,7 @@ class TableReader(BlockReader):
             failure = error
 
         def checked() -> Iterator[tuple[RestartPoint, Block]]:
-            opened.check()  # if it changed, the blocks or the failure may be wrong
+            opened.check()  # if the file changed, blocks and failure may be wrong
             yield from blocks
             if failure is not None:
                 raise failure
@@ -210,7 +210,7 @@ class TableReader(BlockReader):
     def _decoded(
         self, opened: Opened
     ) -> Generator[tuple[RestartPoint, Block, int], None, None]:
-        """Yield blocks, each with the restart point before it and its bytes."""
+        """Yield (preceding restart point, block, bytes of the block)."""
         mark, start = self.mark, self._first_row
         _, row, read = mark
         try:
@@ -233,7 +233,7 @@ class TableReader(BlockReader):
     def _block_of(
         self, item: pa.RecordBatch | FailedSample, read: int, opened: Opened
     ) -> tuple[Block, int, int]:
-        """Return a batch's rows to deliver (or failures), its bytes, its row count."""
+        """Return a batch's rows to deliver or failures, its bytes, its row count."""
         if isinstance(item, FailedSample):
             return [item], 0, 1
         try:
@@ -241,22 +241,22 @@ class TableReader(BlockReader):
         except ValueError as error:
             if _BAD_TEXT not in str(error):
                 raise
-            # Computing the size of a damaged batch may crash pyarrow.
+            # The size is not computed: that may crash pyarrow if the batch is damaged.
             return self._by_row(item, read, opened), 0, item.num_rows
         rows = Rows(opened.rows_of(item))
         if not read and len(rows) and not rows.is_numeric:
-            # Convert a row here, so that time zones are loaded in a thread. A failure
-            # recurs where it can be reported.
+            # Convert one row, so that this thread loads time zones. A failure recurs
+            # where it can be reported.
             with contextlib.suppress(Exception):
                 rows[0]
         try:
             size = item.nbytes
-        except TypeError:  # views (as from Polars), before Arrow 23
+        except TypeError:  # view types, as from Polars, before Arrow 23
             size = item.get_total_buffer_size()
         return rows, int(size), item.num_rows
 
     def _by_row(self, batch: pa.RecordBatch, read: int, opened: Opened) -> list[Any]:
-        """Return a batch's rows; each with invalid text becomes a ``FailedSample``."""
+        """Return a batch's rows; a row with invalid text becomes a ``FailedSample``."""
         samples: list[Any] = []
         for n in range(batch.num_rows):
             row = batch.slice(n, 1)
@@ -297,7 +297,7 @@ class TableReader(BlockReader):
 
 
 def begin_together(readers: Sequence[TableReader], nbytes: int) -> None:
-    """Start decoding several small local shards in one thread call: ``nbytes``."""
+    """Start decoding up to ``nbytes`` of small local shards, in one thread call."""
     step = asyncio.create_task(_advance(readers, nbytes))
     for reader in readers:
         reader.join(step)
@@ -306,7 +306,7 @@ def begin_together(readers: Sequence[TableReader], nbytes: int) -> None:
 async def _advance(
     readers: Sequence[TableReader], nbytes: int
 ) -> dict[TableReader, PositionedBlocks]:
-    """Decode the next step of one shard, or of several small shards."""
+    """Open and decode the next step of one shard, or of several small ones."""
     opened: list[TableReader] = []
     for reader in readers:
         try:
@@ -314,7 +314,7 @@ async def _advance(
         except Exception:
             if len(readers) == 1:
                 raise
-            break  # it fails again, and reports, when it is pulled
+            break  # opening fails again, and raises, when that reader is pulled
         opened.append(reader)
     return await in_thread(_step_all, opened, nbytes, executor=readers[0].thread)
 
@@ -322,7 +322,7 @@ async def _advance(
 def _step_all(
     readers: Sequence[TableReader], nbytes: int
 ) -> dict[TableReader, PositionedBlocks]:
-    """Return a step of each reader; empty once ``nbytes`` were decoded."""
+    """Decode a step of each reader; steps after ``nbytes`` in total are empty."""
     steps: dict[TableReader, PositionedBlocks] = {}
     for reader in readers:
         steps[reader], nbytes = reader.step(nbytes)
@@ -330,32 +330,32 @@ def _step_all(
 
 
 class FileMetadata(NamedTuple):
-    """A file's schema, version and shards; Parquet and Arrow have them at its end."""
+    """A file's schema, version and shards; Parquet and Arrow store it at the end."""
 
     address: str
-    location: str  # the address, redacted
+    location: str  # the address without secrets
     version: Version
     schema: pa.Schema
-    # The part of each shard (after the address), and its length in rows or bytes.
+    # For each shard: the values after the address, and the length in rows or bytes.
     parts: Sequence[tuple[FilePart, int]]
     details: Any  # specific to the format
-    nbytes: int  # memory this takes, about
+    nbytes: int  # approximate memory of this object
     skipped: Collection[int] = ()  # indices of parts without a matching row
 
 
 class DecodePlan(NamedTuple):
-    """How to decode a shard from the open file, in a thread."""
+    """How to decode a shard from its open file; decoding runs in a thread."""
 
     items: Callable[[pa.NativeFile], Iterator[Item]]
-    spans: Sequence[ByteSpan]  # to request, if the file is remote
-    max_request: int  # bytes
+    spans: Sequence[ByteSpan]  # requested if the file is remote
+    max_request: int  # bytes per request
     in_order: bool = True  # whether reads only move forward
-    rows: int | None = None  # expected, before filters
+    rows: int | None = None  # expected number, before filters
     tail: bytes = b""  # the end of the file, if known
 
 
 class TableFormat(ShardFormat[FilePart]):
-    """Tables in files; subclasses read their metadata and plan their decoding."""
+    """Base class for tables in files; subclasses read metadata and plan decoding."""
 
     def __init__(self, addresses: Any, storage: Storage, **projection: Any) -> None:
         self._addresses = addresses
@@ -366,7 +366,7 @@ class TableFormat(ShardFormat[FilePart]):
 
     def _forget(self) -> None:
         self._cache: OrderedDict[str, FileMetadata] = OrderedDict()
-        # All files of the latest listing; cached metadata may be evicted and reread.
+        # All files of the latest listing, with versions even if metadata was evicted.
         self._listed: list[str] = []
         self._versions: dict[str, Version] = {}
         self._schemas: deque[pa.Schema] = deque(maxlen=RECENT_SCHEMAS)
@@ -377,21 +377,21 @@ class TableFormat(ShardFormat[FilePart]):
         stack.push_async_callback(self.storage.aclose)
         addresses = await self.storage.expand(self._addresses)
         if not await self._are_unchanged(addresses):
-            self._forget()  # of all files: one may change the others' columns
+            self._forget()  # all files, because one may change the others' columns
             self._listed = [*addresses]
         names = map(self.storage.name, addresses)
         given = self._projection.given or ()
         self._partitions = await in_thread(Partitions, names, given)
-        # The first file decides which columns are read; all decide their types.
+        # The first file decides which columns are read; all files decide their types.
         first = await self._metadata_of(addresses[0])
         projection, rest = await in_thread(self._start_table, first, addresses[1:])
         metas = [first, *await each(self._metadata_of, rest)]
         shards = await in_thread(self._unify, metas, projection)
-        self._projection = projection  # only now: other iterations use the old one
+        self._projection = projection  # at the end: other iterations use the old one
         return shards
 
     async def _are_unchanged(self, addresses: Sequence[str]) -> bool:
-        """Return whether these are the latest listing's files, all unchanged."""
+        """Return whether these are the latest listing's files, and all unchanged."""
         if [*addresses] != self._listed:
             return False
         versions = await each(self.storage.version, [*self._versions])
@@ -403,7 +403,7 @@ class TableFormat(ShardFormat[FilePart]):
     def _start_table(
         self, first: FileMetadata, rest: Sequence[str]
     ) -> tuple[Projection, Sequence[str]]:
-        """Start a projection with the first file; return it and the rest to read."""
+        """Start a projection; return it, and the files of ``rest`` that may match."""
         schema = self._columns(first.schema, first.address)
         projection = copy.copy(self._projection)
         projection.start(schema, first.location)
@@ -416,7 +416,7 @@ class TableFormat(ShardFormat[FilePart]):
     def _unify(
         self, metas: Sequence[FileMetadata], projection: Projection
     ) -> list[FilePart]:
-        """Unify the files' columns, and return their shards. Runs in a thread."""
+        """Unify the files' columns, and return all shards. Runs in a thread."""
         for meta in metas:
             projection.add(self._columns(meta.schema, meta.address), meta.location)
         projection.settle()
@@ -425,14 +425,14 @@ class TableFormat(ShardFormat[FilePart]):
         shards.sizes = sizes = []
         for meta in metas:
             schema = self._columns(meta.schema, meta.address)
-            # Statistics do not hold for values that are cast before the comparison.
+            # Statistics are useless for values that are cast before the comparison.
             is_plain = not meta.skipped or projection.has(schema, filtered)
             for number, (part, size) in enumerate(meta.parts):
                 if not (is_plain and number in meta.skipped):
                     shards.append((meta.address, *part))
                     sizes.append(size)
         if not shards and (spare := next((m for m in metas if m.parts), None)):
-            # Keep one shard, though no row matches: an iteration needs a shard.
+            # An iteration needs a shard, so keep one although no row matches.
             (part, size), *_ = spare.parts
             shards.append((spare.address, *part))
             sizes.append(size)
@@ -454,7 +454,7 @@ class TableFormat(ShardFormat[FilePart]):
 
     async def cut(self, shards: Sequence[FilePart], count: int) -> list[FilePart]:
         pieces: list[FilePart] = []
-        if not shards:  # files without row groups
+        if not shards:  # the files have no row groups
             return pieces
         counts = (b - a for a, b in pairwise(edges(count, len(shards))))
         for shard, parts in zip(shards, counts, strict=True):
@@ -462,7 +462,7 @@ class TableFormat(ShardFormat[FilePart]):
         return pieces
 
     def _cut(self, shard: FilePart, count: int) -> list[FilePart]:
-        """Cut a shard into parts; a part's reader also decodes the rows before it."""
+        """Cut a shard into parts; a reader also decodes the rows before its part."""
         return [(*shard, number, count) for number in range(count)]
 
     async def _metadata_of(self, address: str) -> FileMetadata:
@@ -480,12 +480,12 @@ class TableFormat(ShardFormat[FilePart]):
 
     @abstractmethod
     async def _read_metadata(self, address: str, location: str) -> FileMetadata:
-        """Read a file's metadata; the result is cached by the caller."""
+        """Read a file's metadata; the caller caches it."""
 
     async def _tail(
         self, address: str, footer_length: Callable[[bytes, int, str], int]
     ) -> tuple[bytes, Version]:
-        """Return the last ``footer_length`` bytes of a file, and its version."""
+        """Return the end of a file, ``footer_length(...)`` bytes, and its version."""
         tail, version = await self.storage.part(address, -_FOOTER_GUESS)
         length = footer_length(tail, version.size, self.storage.label(address))
         if length > len(tail):
@@ -493,7 +493,7 @@ class TableFormat(ShardFormat[FilePart]):
         return tail[len(tail) - length :], version
 
     def _shared(self, schema: pa.Schema) -> pa.Schema:
-        """Return a recent equal schema, to save memory; there may be many files."""
+        """Return an equal recent schema, so that many files share one in memory."""
         shared = next((old for old in self._schemas if old.equals(schema)), schema)
         if shared is schema:
             self._schemas.append(schema)
@@ -505,7 +505,7 @@ class TableFormat(ShardFormat[FilePart]):
         return self._partitions.append_to(schema, self.storage.name(address))
 
     def _guarantee(self, address: str, schema: pa.Schema) -> Any:
-        """Return the condition that a file's name guarantees for its rows, or None."""
+        """Return the condition that a file's name implies for its rows, or None."""
         if not self._partitions:
             return None
         return self._partitions.guarantee(self.storage.name(address), schema)
@@ -520,7 +520,7 @@ class TableFormat(ShardFormat[FilePart]):
 
     @abstractmethod
     def _unit(self, part: Sequence[Any]) -> str:
-        """Return the name of a part of a file for errors; empty for a whole file."""
+        """Return the name of a file's part for errors; empty for a whole file."""
 
     @abstractmethod
     async def _decode_plan(
@@ -531,15 +531,15 @@ class TableFormat(ShardFormat[FilePart]):
         position: ShardPosition,
         window: int,
     ) -> DecodePlan:
-        """Return how to decode a part of a file, with up to ``window`` bytes ahead."""
+        """Plan how to decode a file's part; ``window``: bytes to request ahead."""
 
     async def opened(
         self, address: str
     ) -> tuple[FileMetadata, Projection, Callable[[pa.RecordBatch], pa.RecordBatch]]:
-        """Return a file's metadata, the projection, and its function for batches."""
+        """Return a file's metadata, the projection, and a function that applies it."""
         meta = await self._metadata_of(address)
         columns = self._columns(meta.schema, address)
-        # A later listing replaces it.
+        # The next listing replaces this projection.
         projection = self._projection = self._projection.checked(columns, meta.location)
         values = Partitions.of(self.storage.name(address)) if self._partitions else None
         rows_of = partial(projection.rows_of, location=meta.location, partition=values)
@@ -593,7 +593,7 @@ class TableFormat(ShardFormat[FilePart]):
 
 
 def request_bytes(window: int) -> int:
-    """Return the size of requests of a shard that is read in order."""
+    """Return the bytes per request for a shard that is read in order."""
     return max(_MIN_REQUEST, min(window // 4, MAX_REQUEST))
 
 

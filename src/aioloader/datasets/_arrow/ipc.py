@@ -1,8 +1,8 @@
 """Arrow IPC: files as shards of a few record batches, streams as one shard each.
 
-The order is that of files, batches, rows. Of a remote file, only a shard's batches are
-requested. Batches are decoded one at a time, so memory holds at least a whole batch.
-Arrow has no checksums: only damage to the structure is detected.
+Rows come in the order of files, batches and rows. Only a shard's batches are requested
+from a remote file. Batches are decoded one at a time, so memory must hold a whole
+batch. Arrow has no checksums, so only damage to the structure is detected.
 """
 
 import struct
@@ -32,18 +32,18 @@ from aioloader.datasets._streams.shards import MissingEnd, ShardPosition
 from aioloader.errors import DatasetError, TruncatedReadError
 
 _MAGIC = b"ARROW1"
-# After the footer: its length, and the magic number.
+# The footer is followed by its length and the magic number.
 _END_BYTES = 4 + len(_MAGIC)
 _CONTINUATION = 0xFFFFFFFF
-# Small batches are joined to shards of up to this many bytes.
+# Small batches are joined into shards of up to this many bytes.
 _SHARD_BYTES = 4 << 20
 
 
 class ArrowFormat(TableFormat):
     """Arrow IPC files (Feather) and streams.
 
-    A shard is (address, first batch, stop), with (0, 0) for a stream; a part of a
-    single batch adds its number and the number of parts.
+    A shard is (address, first batch, stop); a stream has (0, 0). For a part of a single
+    batch, the part's number and the number of parts follow.
     """
 
     def __init__(
@@ -92,8 +92,8 @@ class ArrowFormat(TableFormat):
     def _parse_footer(
         self, footer: bytes, version: Version, address: str, location: str
     ) -> FileMetadata:
-        """Parse a footer; run in a thread, because wide tables take long."""
-        # pyarrow needs only the file's start and end for the metadata.
+        """Parse a footer. Runs in a thread, because wide tables take long."""
+        # To parse the metadata, pyarrow needs only the start and end of the file.
         ends = pa.BufferReader(_MAGIC + b"\0\0" + footer)
         try:
             with pa.ipc.open_file(ends) as reader:
@@ -101,7 +101,7 @@ class ArrowFormat(TableFormat):
             dictionaries, batches = _blocks(footer[:-_END_BYTES], version.size, count)
         except Exception as error:
             raise damaged_footer(repr(location), location, error) from error
-        # Join small batches: (first number, one past the last), bytes.
+        # Join small batches into parts: ((first batch, stop), bytes).
         parts: list[tuple[FilePart, int]] = []
         for number, (start, stop) in enumerate(batches):
             (first, _), nbytes = parts[-1] if parts else ((0, 0), _SHARD_BYTES)
@@ -117,7 +117,7 @@ class ArrowFormat(TableFormat):
     async def _stream_head(
         self, address: str, version: Version, location: str
     ) -> bytes:
-        """Return a stream's first message, which holds the schema."""
+        """Return a stream's first message, which contains the schema."""
         size = version.size
         head, _ = await self.storage.part(address, 0, min(size, 8), version)
         if head.startswith(_MAGIC):
@@ -130,7 +130,7 @@ class ArrowFormat(TableFormat):
         first, stop = 0, 0
         if len(head) == 8:
             first, length = struct.unpack("<Ii", head)
-            # Before Arrow 0.15, streams started with the length.
+            # Streams written before Arrow 0.15 start with the length.
             stop = 8 + length if first == _CONTINUATION else 4 + first
             if 8 < stop <= size:
                 return (await self.storage.part(address, 0, stop, version))[0]
@@ -182,7 +182,7 @@ class ArrowFormat(TableFormat):
 
 
 def _footer_length(data: bytes, size: int, location: str) -> int:
-    """Return the bytes from the footer to the file's end; 0 if it may be a stream."""
+    """Return the length from the footer to the file's end; 0 if it may be a stream."""
     if not data.endswith(_MAGIC):
         return 0
     length = -1
@@ -201,10 +201,10 @@ def _schema_of(head: bytes, location: str) -> pa.Schema:
 
 
 def _blocks(footer: bytes, size: int, count: int) -> list[list[ByteSpan]]:
-    """Return the byte spans of dictionaries and of record batches, from a footer.
+    """Parse the byte spans of dictionaries and of record batches from a footer.
 
-    pyarrow does not expose them. The footer is a FlatBuffer table, whose third and
-    fourth fields are vectors of (offset, metadata length, body length).
+    pyarrow does not expose these spans. The footer is a FlatBuffer table; its third
+    and fourth fields are vectors of (offset, metadata length, body length).
     Source: Arrow's ``format/File.fbs``, and the FlatBuffers internals.
     """
     (table,) = struct.unpack_from("<I", footer, 0)

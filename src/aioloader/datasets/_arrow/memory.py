@@ -1,9 +1,9 @@
 """Arrow data from Python: tables, ``pyarrow.dataset``, and streams such as Ray Data.
 
-The order is the source's. A table is cut into ranges of rows, a dataset into fragments
-(row groups, for Parquet). If there are fewer than readers, they are cut further, and a
-reader also decodes the rows before its part. A position counts rows: resuming reads a
-range or fragment, or the whole stream, again from its beginning.
+Rows come in the source's order. A table is cut into ranges of rows, a dataset into
+fragments (Parquet: row groups). If there are fewer fragments than readers, these are
+cut further; a reader then also decodes the rows before its part. Positions count rows:
+resuming reads the range, fragment or whole stream again from its beginning.
 """
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -40,9 +40,9 @@ from aioloader.errors import StateMismatchError
 if TYPE_CHECKING:
     from pyarrow import dataset as ds  # slow to import
 
-# Rows of a shard of a table.
+# Rows per shard of a table.
 _SHARD_ROWS = 1 << 16
-# Bytes for the decoded batches of a stream.
+# Budget of a stream's reader for decoded batches, in bytes.
 _STREAM_BUDGET = 16 << 20
 RowRange: TypeAlias = tuple[int, int]
 # A fragment, the number of its part, and the number of parts.
@@ -51,7 +51,7 @@ Row: TypeAlias = dict[str, Any]
 
 
 class MemoryFormat(ShardFormat[RowRange]):
-    """Ranges of rows of a table in memory."""
+    """A table in memory; a shard is a range of its rows."""
 
     def __init__(self, table: pa.Table, projection: Projection) -> None:
         self._table = table
@@ -93,13 +93,13 @@ class MemoryFormat(ShardFormat[RowRange]):
 
 
 class FragmentFormat(ShardFormat):
-    """Fragments (or parts) of a dataset of pyarrow or a subclass, such as Lance's."""
+    """A pyarrow dataset or subclass, such as Lance's; shards are fragments or parts."""
 
     def __init__(self, dataset: "ds.Dataset", projection: Projection) -> None:
         self._dataset = dataset
         self._projection = projection.checked(dataset.schema, "the dataset")
         filters = projection.filters
-        # For skipping by statistics; None if NaN, which they leave out, may match.
+        # Skips data by statistics. None if NaNs, which statistics omit, may match.
         self._condition = None
         if filters is not None and not filters.nans(dataset.schema):
             self._condition = filters.expression
@@ -150,13 +150,13 @@ class FragmentFormat(ShardFormat):
     def _part(
         self, fragment: "ds.Fragment", number: int, parts: int
     ) -> Iterator[pa.RecordBatch]:
-        """Return the batches of a part of a fragment."""
+        """Return the batches of part ``number`` of ``parts`` of a fragment."""
         if parts == 1:
             return self._batches(fragment)
         if self._condition is None and not self._is_native:
             rows = fragment.count_rows()
         else:
-            # count_rows of pyarrow 26 also counts rows of other row groups.
+            # In pyarrow 26, count_rows also counts rows of the file's other row groups.
             rows = sum(batch.num_rows for batch in self._batches(fragment, []))
         first, stop = edges(rows, parts)[number:][:2]
         return between(self._batches(fragment), first, stop)
@@ -167,7 +167,7 @@ class FragmentFormat(ShardFormat):
         names = list(self._projection.names) if columns is None else columns
         options: dict[str, Any] = {"columns": names, "filter": self._condition}
         if self._is_native:
-            # The schema includes the partition columns.
+            # The dataset's schema includes the partition columns.
             options |= {"schema": self._dataset.schema, "use_threads": False}
         scanner = fragment.scanner(batch_size=BATCH_ROWS, **options)
         yield from scanner.to_reader()
@@ -182,10 +182,10 @@ def _name(fragment: "ds.Fragment") -> str:
 
 
 class ArrowStream(Stream[Row]):
-    """A stream of Arrow data, which each reader reads from its beginning every epoch.
+    """A stream of Arrow data; every epoch, each reader reads it from the beginning.
 
-    ``source`` is the data, or a function that returns it. With ``splits``, iterators of
-    Ray Data, each reader reads the one with its number instead.
+    ``source``: the data, or a function that returns it. ``splits``: iterators of Ray
+    Data to read instead, each by the reader with the same number.
     """
 
     def __init__(
@@ -215,7 +215,7 @@ class ArrowStream(Stream[Row]):
                 "(ranks x workers): each reads its own; pass all that "
                 f"dataset.streaming_split({readers}) returns"
             )
-        if "read" in state:  # also of a partly read block
+        if "read" in state:  # saved after some rows of an epoch
             raise StateMismatchError(
                 f"{self!r} cannot resume after row {state['read']:,}, or some rows "
                 "later: Ray Data returns rows in another order each time; load a state "
@@ -238,7 +238,7 @@ class ArrowStream(Stream[Row]):
 
 
 class StreamCursor(Cursor):
-    """Reads a stream that ``make`` returns; each of N readers keeps every Nth row."""
+    """Reads the stream that ``make`` returns; each of N readers keeps every Nth row."""
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
-"""Parquet files: row groups as shards, of which only the projected columns are read.
+"""Parquet files: row groups as shards; only the projected columns are read.
 
-The order is that of files, row groups, rows. A row group is decoded a few thousand rows
-at a time, so memory does not depend on its size. Page checksums, where present, are
-verified.
+Rows come in the order of files, row groups and rows. A row group is decoded a few
+thousand rows at a time, so memory does not depend on its size. Page checksums are
+verified where present.
 """
 
 import struct
@@ -35,14 +35,14 @@ from aioloader.datasets._stores.failures import Version
 from aioloader.datasets._streams.shards import ShardPosition, ShardReader
 from aioloader.errors import DatasetError, TruncatedReadError
 
-# After the footer: its length, and the magic number.
+# The footer is followed by its length and the magic number.
 _END_BYTES = 8
 _MAGIC = b"PAR1"
-# Encoded bytes of a decoded batch.
+# Bytes of a batch, uncompressed but still encoded.
 _BATCH_BYTES = 1 << 20
-# Columns looked up without a thread, at most: a thread call would cost more.
+# For up to this many columns, a lookup is cheaper than a thread call for it.
 _MAX_QUICK_COLUMNS = 64
-# Small row groups decoded in one thread call: bytes at most, number at least.
+# Small row groups are decoded in one thread call: maximum bytes, minimum number.
 _GROUPED_BYTES, _MIN_GROUPED = 4 << 20, 2
 _MIN_REQUEST = 1 << 16
 _MIN_BUFFER, _MAX_BUFFER = 1 << 14, 1 << 20
@@ -53,9 +53,9 @@ class Footer:
     """A parsed footer, and cached facts about the projected columns."""
 
     metadata: pq.FileMetaData
-    # Numbers of their leaf columns, once looked up; a nested column has several.
+    # Indices of their leaf columns once looked up; a nested column has several.
     leaves: list[int] | None = None
-    # Whether they can be opened in all row groups.
+    # Whether the projected columns can be opened in all row groups.
     is_sound: bool = False
 
 
@@ -65,7 +65,7 @@ class ParquetFormat(TableFormat):
     def open_together(
         self, shards: Sequence[FilePart], budget: int
     ) -> list[ShardReader]:
-        """Return readers of the first shards, if at least two are small and local."""
+        """Start readers of the leading small, local shards; none if fewer than two."""
         left = nbytes = min(_GROUPED_BYTES, budget // 4)
         readers: list[TableReader] = []
         for shard in shards:
@@ -80,7 +80,7 @@ class ParquetFormat(TableFormat):
         return [*readers]
 
     def _small_size(self, shard: FilePart) -> int | None:
-        """Return a row group's bytes, about; None if it needs its own thread call."""
+        """Estimate the bytes to read; None if the shard needs its own thread call."""
         address, number, *more = shard
         meta = self._cache.get(address)
         if more or meta is None or self.storage.path(address) is None:
@@ -100,7 +100,7 @@ class ParquetFormat(TableFormat):
     def _parse_footer(
         self, footer: bytes, version: Version, address: str, location: str
     ) -> FileMetadata:
-        """Parse a footer; run in a thread, because wide tables take long."""
+        """Parse a footer. Runs in a thread, because wide tables take long."""
         try:
             metadata = pq.read_metadata(pa.BufferReader(_MAGIC + footer))
             schema = checked(metadata.schema.to_arrow_schema())
@@ -109,7 +109,7 @@ class ParquetFormat(TableFormat):
         groups = [metadata.row_group(n) for n in range(metadata.num_row_groups)]
         parts = [((number,), group.num_rows) for number, group in enumerate(groups)]
         skipped: set[int] = set()
-        # A signed footer is longer. Encrypted statistics would crash pyarrow.
+        # A longer footer is signed. pyarrow would crash on encrypted statistics.
         is_encrypted = metadata.serialized_size + _END_BYTES < len(footer)
         filters = self._projection.filters
         if filters is not None and not is_encrypted:
@@ -150,8 +150,8 @@ class ParquetFormat(TableFormat):
         batch_rows = _within(
             1, _BATCH_BYTES // max(1, decoded // max(1, rows)), BATCH_ROWS
         )
-        # Whether the encoded row group fits into half the window. If not, each column
-        # has a buffer, one request in use and one in flight.
+        # Whether the compressed columns fit into half the window. If not, each column
+        # gets a buffer, with one request in use and one in flight.
         is_small = sum(stop - start for start, stop in spans) <= window // 2
         requests = 4 if is_small else 2 * max(2, len(spans))
         buffer = 0
@@ -173,7 +173,7 @@ class ParquetFormat(TableFormat):
                 yield batch.select(names)
 
         def items(file: pa.NativeFile) -> Iterator[Item]:
-            # An uncut row group is read to its end: extra rows are an error.
+            # An uncut row group is read to its end, so that extra rows raise an error.
             return between(batches(file), first, stop) if cut else batches(file)
 
         return DecodePlan(
@@ -190,7 +190,7 @@ def _within(least: int, value: int, most: int) -> int:
 
 
 def _footer_length(tail: bytes, size: int, location: str) -> int:
-    """Return the bytes from the footer to the file's end; raise if there is none."""
+    """Return the length from the footer to the file's end; raise if there is none."""
     end = tail[-_END_BYTES:]
     if end[4:] == b"PARE":
         text = f"{location!r} is an encrypted Parquet file: decrypt it first"
@@ -210,11 +210,11 @@ def _footer_length(tail: bytes, size: int, location: str) -> int:
 def _spans(
     meta: FileMetadata, number: int, names: list[str], unit: str
 ) -> tuple[list[ByteSpan], int]:
-    """Return the byte spans of the columns ``names``, and their decoded bytes."""
+    """Return the byte spans of the columns ``names``, and their uncompressed size."""
     footer: Footer = meta.details
     label = f"{unit} of {meta.location!r}"
     if footer.leaves is None:
-        # Once per file: if all row groups are sound, none is checked again.
+        # Check once per file. If all row groups are sound, none is checked again.
         footer.is_sound = _why_unsound(meta, None, names) is None
         prefixes, schema = tuple(f"{name}." for name in names), footer.metadata.schema
         footer.leaves = [
@@ -253,11 +253,11 @@ def _spans(
 def _why_unsound(
     meta: FileMetadata, number: int | None, names: list[str]
 ) -> Exception | None:
-    """Return the error for the columns of one or all row groups; None if sound.
+    """Return the error in the columns of row group ``number`` (None: of any), or None.
 
-    Reading is started up to the first byte, which fails if the footer is damaged;
-    inspecting the columns would let a C++ exception escape, and end the process. The
-    missing byte makes pyarrow raise; an exception from ``read`` would never be freed.
+    The check starts to read, and stops at the first read. A damaged footer fails before
+    that; inspecting the columns instead could end the process by a C++ exception.
+    ``read`` returns no bytes, because pyarrow would leak an exception from it.
     """
     reads: list[int] = []
 

@@ -1,9 +1,9 @@
 """The part of a table to read: columns, filtered rows, and values that replace NULL.
 
-The files of a listing form one table. They may differ in the order of columns, in
-nullability, and in types with a common one; a value that a safe cast rejects is an
-error. Filters skip files by Hive-style names (``year=2024/``), row groups by
-statistics, and then test each row.
+The files of a listing form one table. They may differ in column order, in nullability,
+and in types if these have a common type; a value that a safe cast rejects is an error.
+Filters skip files by Hive-style names (``year=2024/``), and row groups by statistics.
+Then they test each row.
 """
 
 import copy
@@ -25,22 +25,22 @@ from aioloader.datasets._arrow.ranges import RangeFile
 from aioloader.datasets._checks import check_is
 from aioloader.errors import DatasetError
 
-# Errors of pyarrow for a cast, a fill or a condition that does not fit.
+# Errors that pyarrow raises if a cast, fill value or condition does not fit.
 MISFITS = (ValueError, TypeError, NotImplementedError)
-# Column to value, from a file's name; None: NULL.
+# Column to value, from a file's name; None means NULL.
 Partition: TypeAlias = dict[str, str | None]
 
-# Columns that may be NaN in a matching row, at most: each doubles the work of skipping.
+# With more columns whose NaNs may match, skip no row groups: each doubles the work.
 _MAX_NANS = 4
 _NULL = "__HIVE_DEFAULT_PARTITION__"
-# Schemas to compare a file's with; most files have one of the latest.
+# How many recent schemas a file's is compared with; most files have one of these.
 RECENT_SCHEMAS = 8
 
 
 class Partitions:
-    """The columns in directory names (``year=2024/``), with the types in ``given``.
+    """The columns in directory names (``year=2024/``), typed as in ``given``.
 
-    Others, as in pyarrow, are int32 if all values are such numbers, or else strings.
+    Columns not in ``given`` are int32 if all values are such numbers, else strings.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Partitions:
 
     @staticmethod
     def of(name: str) -> Partition:
-        """Return the values of the columns in a file's name."""
+        """Return the column values that a file's name contains, as text."""
         folders = (part.partition("=") for part in name.split("/")[:-1])
         return {
             unquote(key): None if value == _NULL else unquote(value)
@@ -77,7 +77,7 @@ class Partitions:
         return schema
 
     def guarantee(self, name: str, own: pa.Schema) -> pc.Expression | None:
-        """Return the condition that a name guarantees, except on ``own`` columns."""
+        """Return the condition that a name implies, leaving out columns in ``own``."""
         guarantee, values = None, self.of(name)
         for field in self._columns:
             if field.name not in values or field.name in own.names:
@@ -86,7 +86,7 @@ class Partitions:
             try:
                 scalar = pa.scalar(value, pa.string()).cast(field.type)
             except MISFITS:
-                continue  # reading the file raises the error
+                continue  # reading this file will raise the error
             column = pc.field(field.name)
             condition = column.is_null() if value is None else column == scalar
             guarantee = condition if guarantee is None else guarantee & condition
@@ -102,7 +102,7 @@ def _type_of(values: "set[Any]") -> pa.DataType:
 
 
 class Filters:
-    """The condition that selects rows: an expression or lists, as in pyarrow."""
+    """The condition that selects rows: a pyarrow expression, or lists of tuples."""
 
     def __init__(self, filters: Any) -> None:
         from pyarrow import parquet  # noqa: PLC0415  (slow to import)
@@ -127,7 +127,7 @@ class Filters:
         return f"{text} {blake2b(data, digest_size=8).hexdigest()}"
 
     def names(self, schema: pa.Schema) -> list[str]:
-        """Return the columns that the condition uses, found by dropping columns."""
+        """Find the columns that the condition uses, by trying without some columns."""
         table = schema.empty_table()
         try:
             table.filter(self.expression)
@@ -155,11 +155,11 @@ class Filters:
     def files(
         self, schema: pa.Schema, guarantees: Sequence[pc.Expression | None]
     ) -> list[int]:
-        """Return the numbers of files that may have matching rows, by guarantees."""
+        """Return the indices of files that may have matching rows, given guarantees."""
         from pyarrow import dataset, fs  # noqa: PLC0415  (slow to import)
 
         parquet, local = dataset.ParquetFileFormat(), fs.LocalFileSystem()
-        fragments = [  # with numbers as paths; no file is opened
+        fragments = [  # their indices serve as paths; no file is opened
             parquet.make_fragment(str(number), local, guarantee)
             for number, guarantee in enumerate(guarantees)
         ]
@@ -169,17 +169,17 @@ class Filters:
     def row_groups(
         self, size: int, tail: bytes, schema: pa.Schema, guarantee: pc.Expression | None
     ) -> set[int] | None:
-        """Return the row groups of a Parquet file that may match; None: all of them.
+        """Return a Parquet file's row groups that may match; None means all of them.
 
-        ``tail`` is the file's end from the footer on; ``schema`` includes the columns
-        in its name, which ``guarantee`` describes.
+        ``size``: the file's length. ``tail``: its end, starting with the footer.
+        ``schema``: includes the columns in its name, to which ``guarantee`` applies.
         """
         from pyarrow import dataset  # noqa: PLC0415  (slow to import)
 
         first = size - len(tail)
 
         def read(start: int, stop: int) -> bytes:
-            # pyarrow reads more than the footer, but ignores the rest.
+            # pyarrow also reads bytes before the footer, but ignores them: use zeros.
             before = bytes(max(0, min(stop, first) - start))
             return before + tail[max(0, start - first) : max(0, stop - first)]
 
@@ -202,12 +202,12 @@ class Filters:
                 groups = fragment.subset(self.expression, schema=schema).row_groups
                 numbers.update(group.id for group in groups)
         except (*MISFITS, OSError):
-            # A column is missing or of another type: decoded rows are tested instead.
+            # A column is missing or has another type: test the decoded rows instead.
             return None
         return numbers
 
     def nans(self, schema: pa.Schema) -> list[pc.Expression]:
-        """Return a condition for each float column that may match as NaN."""
+        """Return an "is NaN" condition for each float column whose NaNs may match."""
         if schema not in self._nans:
             fields = [schema.field(name) for name in self.names(schema)]
             nans = [
@@ -221,7 +221,7 @@ class Filters:
 def _floats(
     fields: Iterable[pa.Field], *path: str
 ) -> Iterator[tuple[tuple[str, ...], pa.DataType]]:
-    """Yield the path and type of each float column, also within structs."""
+    """Yield the path and type of each float column, including those in structs."""
     for field in fields:
         inner, kind = (*path, field.name), field.type
         if pa.types.is_struct(kind):
@@ -231,7 +231,7 @@ def _floats(
 
 
 def _ordered(filters: Any) -> Any:
-    """Return filters with sets sorted, whose order differs between processes."""
+    """Return filters with sets sorted, because set order differs by process."""
     if isinstance(filters, (list, tuple)):
         ordered = map(_ordered, filters)
         return list(ordered) if isinstance(filters, list) else tuple(ordered)
@@ -243,9 +243,9 @@ def _ordered(filters: Any) -> Any:
 class Projection:
     """The columns and rows to read, and the values that replace NULLs.
 
-    A listing calls ``start`` with the first file, ``add`` for each further one, then
-    ``settle``; a file that is opened later must still fit (``checked``). Errors name
-    the file by its ``location``. Arguments are those of ``ParquetDataset``.
+    A listing calls ``start`` with the first file, ``add`` with each further one, then
+    ``settle``. A file that is opened later must still fit (``checked``). Errors name
+    files by their ``location``. See ``ParquetDataset`` for the arguments.
     """
 
     def __init__(
@@ -269,8 +269,8 @@ class Projection:
         self.given = schema
         self.names: tuple[str, ...] = ()  # columns to read, including the filter's
         self._delivered: list[str] = []
-        self._fields: dict[str, pa.Field] = {}  # fields of ``given`` that are read
-        self._not_null: list[str] = []  # delivered columns declared as not nullable
+        self._fields: dict[str, pa.Field] = {}  # those in ``given`` that are read
+        self._not_null: list[str] = []  # delivered columns that are non-nullable
         # The type of each column, and the location of the file that decided it.
         self._types: dict[str, tuple[pa.DataType, str]] = {}
         self._seen: deque[pa.Schema] = deque(maxlen=RECENT_SCHEMAS)
@@ -293,12 +293,12 @@ class Projection:
         }
 
     def start(self, first: pa.Schema, location: str) -> Self:
-        """Start a table with its first file; on a copy if there may be readers."""
+        """Start a table with its first file; call it on a copy if there are readers."""
         given = self.given
         names = list(self._columns or first.names)
         read = list(names)
         if self.filters is not None:
-            # ``schema=`` overrides the types of the file.
+            # Types in ``schema=`` override the file's types.
             named = {field.name: field for field in given or ()}
             plain = {f.name: f.with_type(without_view(f.type)) for f in first}
             among = pa.schema([*(named | plain | named).values()])
@@ -306,7 +306,7 @@ class Projection:
         for name in [] if given else self._nulls:
             _field_of(first, name, location)
         self.names, self._delivered = tuple(read), names
-        # Those that a file lacks are NULL there.
+        # In a file that lacks one of these columns, it is NULL.
         self._fields = {f.name: f for f in given or () if f.name in read}
         self._types = {name: (field.type, "") for name, field in self._fields.items()}
         not_null = {name for name, field in self._fields.items() if not field.nullable}
@@ -316,7 +316,7 @@ class Projection:
         return self
 
     def add(self, schema: pa.Schema, location: str, *, is_late: bool = False) -> None:
-        """Unify a file's columns with the previous; if ``is_late``, types are final."""
+        """Unify a file's columns with the table; ``is_late``: its types are final."""
         if any(schema is seen or schema.equals(seen) for seen in self._seen):
             return
         for name in self.names:
@@ -355,7 +355,7 @@ class Projection:
         self._types[name], self._schema = (common, location), None
 
     def settle(self) -> Self:
-        """Finish a listing: check that the columns fit ``nulls`` and the filter."""
+        """Finish a listing; raise if the columns do not fit ``nulls`` or the filter."""
         for name, value in self._nulls.items():
             _fill(pa.nulls(1, self._types[name][0]), name, value, is_new=True)
         if self.filters is not None:
@@ -363,19 +363,19 @@ class Projection:
         return self
 
     def checked(self, schema: pa.Schema, location: str) -> Self:
-        """Check that a file fits the listed table; without a listing, start one."""
+        """Check that a file fits the table; without a listing, return a new table."""
         if not self.names:
             return copy.copy(self).start(schema, location).settle()
         self.add(schema, location, is_late=True)
         return self
 
     def present(self, schema: pa.Schema) -> list[str]:
-        """Return the columns to read that ``schema`` has, in order."""
+        """Return those of the columns to read that ``schema`` has, in reading order."""
         available = {*schema.names}
         return [name for name in self.names if name in available]
 
     def has(self, schema: pa.Schema, names: Iterable[str]) -> bool:
-        """Return whether ``schema`` has all ``names``, with their unified types."""
+        """Return whether ``schema`` has all ``names``, with the table's types."""
         types = {field.name: field.type for field in schema}
         return all(types.get(name) == self._types[name][0] for name in names)
 
@@ -385,7 +385,7 @@ class Projection:
     def rows_of(
         self, batch: pa.RecordBatch, location: str, partition: Partition | None = None
     ) -> pa.RecordBatch:
-        """Return the rows to deliver; ``partition`` has the columns in the name."""
+        """Return a batch's rows to deliver; ``partition``: values in the file name."""
         if not batch.schema.equals(self.schema):
             columns: list[pa.Array] = []
             for field in self.schema:
@@ -414,7 +414,7 @@ class Projection:
 
 
 def checked(schema: pa.Schema | pa.DataType) -> Any:
-    """Return a schema or its fields, after decoding all names: bad UTF-8 raises."""
+    """Return ``schema`` after decoding all names, which raises for invalid UTF-8."""
     for field in schema:
         str(field.name)
         if field.type.num_fields:
@@ -458,25 +458,25 @@ def _field_of(schema: pa.Schema, name: str, location: str) -> pa.Field:
 
 
 def without_view(kind: pa.DataType) -> pa.DataType:
-    """Replace string and binary views by large types: Arrow lacks kernels for views."""
+    """Replace a string or binary view by a large type: Arrow lacks view kernels."""
     if pa.types.is_string_view(kind):
         return pa.large_string()
     return pa.large_binary() if pa.types.is_binary_view(kind) else kind
 
 
 def promoted(left: pa.DataType, right: pa.DataType) -> pa.DataType | None:
-    """Return a common type that keeps all values of both; None if there is none."""
+    """Return a type that represents all values of both types, or None."""
     schemas = [pa.schema([("", kind)]) for kind in (left, right)]
     try:
         common = pa.unify_schemas(schemas, promote_options="permissive").field(0).type
     except (ValueError, TypeError):
         return None
-    # Arrow would also cast text to bytes, and decimals to floats: other values.
+    # Arrow would also cast text to bytes and decimals to floats, changing the values.
     return common if {_group(left), _group(right)} - {_group(common)} <= {0} else None
 
 
 def _group(kind: pa.DataType) -> int:
-    """Return the number of a type's class: 0 null, 1 binary, 2 decimal, 3 others."""
+    """Return a type's class: 0 null, 1 binary, 2 decimal, 3 other; nested: maximum."""
     types = pa.types
     if types.is_null(kind):
         return 0
@@ -499,7 +499,7 @@ def _can_cast(kind: pa.DataType, target: pa.DataType) -> bool:
 
 
 def _is_unchecked(kind: pa.DataType, target: pa.DataType) -> bool:
-    """Return whether a safe cast may change values, except by rounding floats."""
+    """Return whether a cast that Arrow calls safe may change values, not just round."""
     types = pa.types
     if types.is_struct(kind) and types.is_struct(target):
         names = {field.name for field in kind} & {field.name for field in target}
@@ -540,19 +540,19 @@ def _conflict(name: str, kind: pa.DataType, location: str, before: str) -> Datas
 
 
 def _check_filled(value: Any, kind: pa.DataType) -> None:
-    """Check a value of ``nulls=``, since pa.scalar converts without a safe cast."""
+    """Check a value of ``nulls=``: unlike a safe cast, pa.scalar may change it."""
     is_struct = pa.types.is_struct(kind) and isinstance(value, Mapping)
     if is_struct and (unknown := {*value} - {field.name for field in kind}):
         raise ValueError(f"it has no {', '.join(map(repr, sorted(unknown)))}")
-    if pa.types.is_map(kind):  # values of other types are no map without its type
+    if pa.types.is_map(kind):  # Arrow would not infer a map
         value, kind = [*dict(value).values()], pa.list_(kind.item_type)
     try:
         given = pa.array([value])
     except MISFITS:
-        return  # only the target type can hold it
+        return  # Arrow needs the target type to convert it
     if _is_unchecked(given.type, kind):
         raise ValueError(f"it is of type {given.type}")
-    if not pa.types.is_decimal(kind):  # which Arrow checks, and integers do not cast to
+    if not pa.types.is_decimal(kind):  # pa.scalar checks these
         given.cast(kind)
 
 

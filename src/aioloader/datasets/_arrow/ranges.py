@@ -1,9 +1,9 @@
 """A file object for pyarrow whose bytes come from prefetched ranged requests.
 
-The plan lists the ranges in their order of use. Requests run ahead on the event loop,
-within a budget; pyarrow reads in a thread and waits there for missing bytes. A range is
-released once read. A read outside the plan sends its own request: the plan affects time
-and memory, not results.
+The plan lists the ranges in their order of use. The event loop requests ranges in
+advance, within a budget; pyarrow reads in a thread and waits there for missing bytes. A
+range is released once read. A read outside the plan sends a separate request, so the
+plan affects time and memory, not results.
 """
 
 import asyncio
@@ -22,19 +22,19 @@ from aioloader.errors import DatasetError
 
 ByteSpan: TypeAlias = tuple[int, int]
 
-# Ranges closer than this share a request: a round trip costs more than the gap.
+# Spans with a smaller gap share a request: a round trip costs more than the gap.
 _MAX_GAP = 1 << 16
 
 
 @dataclass
 class FetchedRange:
-    """A range of the file, released once its ``unread`` bytes were read."""
+    """A requested range of the file; released when all ``unread`` bytes are read."""
 
     start: int
     stop: int
     unread: int
     body: "Future[memoryview] | None" = None  # while requested and not yet released
-    is_released: bool = False  # if so, it is not requested ahead
+    is_released: bool = False  # if so, it is not prefetched again
 
 
 def plan(
@@ -42,9 +42,9 @@ def plan(
 ) -> list[FetchedRange]:
     """Return the requests for ``spans`` of a file, in their order of use.
 
-    Cuts long spans, and joins adjacent short ones, up to ``max_bytes``. Unless
-    ``in_order``, spans are read in parallel, like columns: the n-th parts of all spans
-    come before any later part.
+    Cuts spans longer than ``max_bytes``, and joins neighbouring short ones. Unless
+    ``in_order``, spans are assumed to be read in parallel, like columns: requests are
+    sorted by their relative position within the span.
     """
     groups: list[FetchedRange] = []
     for start, stop in sorted(span for span in spans if span[0] < span[1]):
@@ -67,7 +67,7 @@ def plan(
 
 
 class RangeFile(io.RawIOBase):
-    """A seekable file object for pyarrow, over a function ``read(start, stop)``."""
+    """A seekable file object for pyarrow that calls ``read(start, stop)``."""
 
     def __init__(self, size: int, read: Callable[[int, int], Buffer]) -> None:
         self._size = size
@@ -95,12 +95,12 @@ class RangeFile(io.RawIOBase):
 
 
 class FetchedRanges:
-    """Prefetch the planned ranges of one file, within ``budget`` bytes.
+    """Prefetched ranges of one file, within ``budget`` bytes.
 
     ``begin`` and ``aclose`` run on the loop's thread, ``read`` in one decoding thread,
-    which starts after ``begin`` and alone decides what to request. The ranges of
-    ``plan`` do not overlap; a single one may exceed the budget. If reads only move
-    forward (``in_order``), skipped ranges are released too.
+    which starts after ``begin``; from then on, only it sends requests. The ranges of
+    ``plan`` do not overlap; a single one may exceed the budget. ``in_order``: reads
+    only move forward, so skipped ranges are released too.
 
     Attributes:
         tail: The end of the file if known; it is not requested again.
@@ -144,7 +144,7 @@ class FetchedRanges:
         return self._is_closed or self._next >= len(self._plan)
 
     async def aclose(self) -> None:
-        """Cancel the requests; a thread that is waiting for bytes gets an error."""
+        """Cancel the requests; a thread that waits for bytes gets a DatasetError."""
         self._is_closed = True
         await cancel(self._tasks)
 
@@ -170,7 +170,7 @@ class FetchedRanges:
     # -- in the thread --------------------------------------------------------------
 
     def read(self, start: int, stop: int) -> Buffer:
-        """Return bytes of the file; wait for their requests, and raise their errors."""
+        """Return bytes of the file; wait for their requests, and raise any error."""
         if self.tail and start >= (tail_start := self._size - len(self.tail)):
             return self.tail[start - tail_start : stop - tail_start]
         parts: list[memoryview] = []
@@ -188,7 +188,7 @@ class FetchedRanges:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def _find(self, start: int, stop: int) -> FetchedRange:
-        """Return the planned range that contains ``start``, or a new unplanned one."""
+        """Return the planned range that contains ``start``, or a new range."""
         index = bisect.bisect_right(self._starts, start)
         if index and start < self._by_start[index - 1].stop:
             return self._by_start[index - 1]
@@ -225,7 +225,7 @@ class FetchedRanges:
         return body
 
     def _release(self, fetched: FetchedRange) -> None:
-        """Release a range's bytes; a later read would request them again."""
+        """Release a range's bytes, and prefetch more; a later read fetches again."""
         size = fetched.stop - fetched.start
         if fetched.body is not None:
             self._held -= size

@@ -1,9 +1,9 @@
 """A block of table rows in columnar form, and the conversion of Arrow values.
 
-Slicing and joining copy nothing and keep the original memory alive; ``pick`` and
-``collate`` copy. Columns of numbers with one shape per row (scalars, fixed-size lists,
-tensors) and without NULLs are numpy views of Arrow's memory. Times beyond Python's
-types (nanoseconds, the year 10000) are numpy's.
+Slicing and joining do not copy: the results keep the original memory alive. ``pick``
+and ``collate`` copy. Columns without NULLs whose rows are numbers of one shape
+(scalars, fixed-size lists, tensors) are numpy views of Arrow's memory; booleans are
+unpacked. Times that Python's types lack (nanoseconds, the year 10000) are numpy's.
 """
 
 import contextlib
@@ -23,22 +23,22 @@ from pyarrow import compute, types
 from aioloader._collate.collate import borrowed, torch_dtype
 from aioloader._transport.slots import MIN_BYTES
 
-# Rows converted at once in an iteration.
+# How many rows an iteration converts at a time.
 _CHUNK_ROWS = 1024
-# Limits for a collation of about 0.1 ms.
+# Limits within which a collation takes about 0.1 ms.
 _QUICK_BYTES, _QUICK_COLUMNS = 1 << 18, 64
 Values: TypeAlias = npt.NDArray[Any]
 Flags: TypeAlias = npt.NDArray[np.bool_]
 Dtype: TypeAlias = np.dtype[Any]
-# A numpy array for numbers without NULLs; an Arrow array for everything else.
+# A numpy array for numbers of one shape without NULLs; else an Arrow array.
 Column: TypeAlias = Values | pa.Array
-# Errors for times beyond Python's types; LookupError: a time zone unknown to pytz.
+# Errors for times that Python cannot represent; LookupError: an unknown time zone.
 _NOT_IN_PYTHON = OverflowError, ValueError, LookupError
 _DAY = np.timedelta64(1, "D")
 
 
 class RowSlice(NamedTuple):
-    """Rows ``start`` to ``stop`` (exclusive) of columns of equal length."""
+    """Rows ``start`` to ``stop`` (exclusive) of columns with equal lengths."""
 
     columns: tuple[Column, ...]
     start: int
@@ -51,21 +51,21 @@ class RowSlice(NamedTuple):
 class Rows(Sequence[dict[str, Any]]):
     """A sequence of rows, each a dict of column name to value.
 
-    A number or boolean is a numpy scalar of the column's width, a list of numbers an
-    array of its own, a struct a dict; other values are ``str``, ``bytes``,
-    ``datetime`` objects, ``Decimal``, ``UUID``, lists of values, and None for NULL.
+    A number or boolean becomes a numpy scalar of the column's width, a list of numbers
+    an array that owns its memory, and a struct a dict. Other values are ``str``,
+    ``bytes``, ``datetime`` objects, ``Decimal``, ``UUID``, lists, and None for NULL.
     Times in nanoseconds, and 24:00, are numpy's, because Python has no type for them.
 
     Attributes:
         names: The names of the columns, in order.
-        kinds: Their Arrow types, after ``plain``.
-        parts: The pieces of memory that hold the rows.
+        kinds: The Arrow types of the columns, after ``plain``.
+        parts: The rows, as slices of one or more sets of columns.
 
     Args:
         table: A ``RecordBatch`` or ``Table`` of pyarrow.
 
     Raises:
-        ValueError: If it has no columns, or two of the same name.
+        ValueError: If the table has no columns, or two with the same name.
     """
 
     __slots__ = ("_length", "kinds", "names", "parts")
@@ -97,7 +97,7 @@ class Rows(Sequence[dict[str, Any]]):
         return rows
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        # Arrow's own pickles include the whole buffers of a slice.
+        # A slice that Arrow pickles itself would include the whole buffers.
         schema = pa.schema(zip(self.names, self.kinds, strict=True))
         sink = pa.BufferOutputStream()
         with pa.ipc.new_stream(sink, schema) as writer:
@@ -120,7 +120,7 @@ class Rows(Sequence[dict[str, Any]]):
     def __getitem__(self, index: slice, /) -> "Rows": ...
 
     def __getitem__(self, index: Any, /) -> Any:
-        """Return a row, or for a slice a block of rows."""
+        """Return a row, or a block of rows if ``index`` is a slice."""
         if not isinstance(index, slice):
             given = row = operator.index(index)
             if row < 0:
@@ -151,7 +151,7 @@ class Rows(Sequence[dict[str, Any]]):
                     yield dict(zip(names, row, strict=True))
 
     def column(self, name: str) -> list[Any] | None:
-        """Return the values of a column, as in rows; None if it does not exist."""
+        """Return a column's values as they appear in rows; None if it is missing."""
         if name not in self.names:
             return None
         number = self.names.index(name)
@@ -159,7 +159,7 @@ class Rows(Sequence[dict[str, Any]]):
         return [value for cut in cuts for value in values_of(cut)]
 
     def pick(self, indices: "Sequence[int] | npt.NDArray[np.int64]") -> "Rows":
-        """Return the rows at ``indices``, in that order, copied."""
+        """Return a copy of the rows at ``indices``, in that order."""
         rows = np.asarray(indices, np.int64)
         if len(rows) and (rows.min() < 0 or rows.max() >= self._length):
             raise IndexError(f"indices must be in range({self._length})")
@@ -167,12 +167,12 @@ class Rows(Sequence[dict[str, Any]]):
             joined = map(join_columns, _columns_of(self.parts), self.kinds)
             columns = tuple(_taken(column, rows) for column in joined)
         except (ValueError, NotImplementedError):
-            # More than 2 GiB of strings, or a type without `take` in Arrow.
+            # There are over 2 GiB of strings, or Arrow has no `take` for the type.
             return self._with_parts([self[n : n + 1].parts[0] for n in rows.tolist()])
         return self._with_parts([RowSlice(columns, 0, len(rows))])
 
     def joined(self, blocks: Sequence[Any]) -> "Rows | None":
-        """Return these rows and those of ``blocks``; None if their columns differ."""
+        """Return these rows, then those of ``blocks``; None if their columns differ."""
         parts = list(self.parts)
         for block in blocks:
             if not isinstance(block, Rows) or self.names != block.names:
@@ -183,7 +183,7 @@ class Rows(Sequence[dict[str, Any]]):
         return self._with_parts(parts)
 
     def interleaved(self, blocks: Sequence[Any]) -> "Rows | None":
-        """Interleave these rows with ``blocks``, in a copy; None as in ``joined``."""
+        """Return a copy, interleaved with ``blocks``; None if their columns differ."""
         joined, count = self.joined(blocks), 1 + len(blocks)
         if joined is None:
             return None
@@ -196,21 +196,21 @@ class Rows(Sequence[dict[str, Any]]):
         return joined.pick(turns(count, len(self)))
 
     def collate(self) -> dict[str, Any]:
-        """Return the batch of all rows, as ``default_collate`` would.
+        """Collate all rows into a batch, like ``default_collate``.
 
-        Numbers become tensors of the column's width, and so do lists of numbers of
-        equal length; other lists of numbers, a list of tensors; structs, dicts of
-        batches. Values without a tensor form stay lists.
+        Numbers, and lists of numbers of equal length, become tensors of the column's
+        width. Lists of different lengths become a list of tensors. Structs become dicts
+        of batches. Other values remain lists.
 
         Returns:
             Column name to batch, in memory that the caller owns.
 
         Raises:
-            TypeError: If a tensor column has a NULL.
+            TypeError: If a column that becomes tensors has a NULL.
         """
         columns = zip(self.names, self.kinds, _columns_of(self.parts), strict=True)
         return {
-            # The usual case takes half the time.
+            # This shortcut halves the time of the usual case.
             name: copied(parts[0])
             if len(parts) == 1 and isinstance(parts[0], np.ndarray)
             else collate_columns(parts, kind, name)
@@ -225,10 +225,10 @@ class Rows(Sequence[dict[str, Any]]):
 
     @property
     def is_quick(self) -> bool:
-        """Whether ``collate`` takes about 0.1 ms: few numbers, no NULLs."""
+        """Whether ``collate`` takes at most about 0.1 ms: only numbers, and few."""
         if len(self.names) * len(self.parts) > _QUICK_COLUMNS:
             return False
-        nbytes = 0  # this is per batch
+        nbytes = 0  # a plain loop, because this runs for each batch
         for columns, start, stop in self.parts:
             for column in columns:
                 if not isinstance(column, np.ndarray):
@@ -256,7 +256,7 @@ def _restored(data: Any) -> Rows:
 
 
 def column_of(array: pa.Array) -> tuple[Column, pa.DataType]:
-    """Return an array as a column, and its type after ``plain``."""
+    """Convert an Arrow array to a column; also return its type after ``plain``."""
     fixed, array = fixed_of(array.type), plain(array)
     if fixed is None or not _is_whole(array, fixed):
         return array, array.type
@@ -264,7 +264,7 @@ def column_of(array: pa.Array) -> tuple[Column, pa.DataType]:
 
 
 def plain(array: pa.Array) -> pa.Array:
-    """Decode run lengths, dictionaries of numbers, views, and most extension types."""
+    """Decode run-end and numeric dictionary encodings, views, and most extensions."""
     kind = array.type
     if types.is_run_end_encoded(kind):
         return plain(compute.run_end_decode(array))
@@ -275,7 +275,7 @@ def plain(array: pa.Array) -> pa.Array:
             return array.storage.cast(pa.bool_())
         is_kept = kind.extension_name in {"arrow.uuid", "arrow.fixed_shape_tensor"}
         return array if is_kept or _is_exact(kind) else plain(array.storage)
-    if types.is_string_view(kind):  # Arrow lacks kernels for views
+    if types.is_string_view(kind):  # Arrow has no kernels for views
         return array.cast(pa.large_string())
     return array.cast(pa.large_binary()) if types.is_binary_view(kind) else array
 
@@ -297,7 +297,7 @@ def interleave_columns(columns: Sequence[Column], kind: pa.DataType) -> Column:
 
 @functools.lru_cache(maxsize=4)
 def turns(count: int, rows: int) -> npt.NDArray[np.int64]:
-    """Return the order that interleaves ``count`` concatenated columns."""
+    """Return indices that interleave ``count`` concatenated blocks of ``rows`` rows."""
     return np.arange(count * rows).reshape(count, rows).T.ravel()
 
 
@@ -312,13 +312,13 @@ def arrow_of(column: Column, kind: pa.DataType) -> pa.Array:
     if column.size:
         flat = pa.array(column.reshape(-1), kind.value_type)
         lists = pa.FixedSizeListArray.from_arrays(flat, type=storage)
-    else:  # the list size may be 0, by which pyarrow would divide
+    else:  # if the list size is 0, pyarrow would divide by it
         lists = pa.array([[]] * len(column), storage)
     return lists if storage is kind else pa.ExtensionArray.from_storage(kind, lists)
 
 
 def fixed_of(kind: pa.DataType) -> Dtype | None:
-    """Return the (subarray) dtype of a row of numbers; None for other types."""
+    """Return the (subarray) dtype for rows of numbers; None for other types."""
     if types.is_dictionary(kind) or types.is_run_end_encoded(kind):
         return fixed_of(kind.value_type)
     if types.is_boolean(kind) or types.is_integer(kind) or types.is_floating(kind):
@@ -341,12 +341,12 @@ def fixed_of(kind: pa.DataType) -> Dtype | None:
 
 
 def _is_whole(array: pa.Array, fixed: Dtype) -> bool:
-    """Return whether neither rows nor the numbers in them are NULL."""
+    """Return whether no row, and no number in a row, is NULL."""
     return not array.null_count and not _leaf(array, fixed).null_count
 
 
 def _view(array: pa.Array, fixed: Dtype) -> Values:
-    """Return the numbers of a plain array as a view; undefined where NULL."""
+    """View a plain array's numbers (booleans: a copy); NULLs have any value."""
     leaf, dtype = _leaf(array, fixed), fixed.base
     size, offset, buffer = len(leaf), leaf.offset, leaf.buffers()[1]
     if not size or buffer is None:
@@ -370,7 +370,7 @@ def _leaf(array: pa.Array, fixed: Dtype) -> pa.Array:
 
 
 def _shaped(flat: Values, array: pa.Array, fixed: Dtype) -> Values:
-    """Reshape the flat numbers of an array of lists or tensors."""
+    """Give ``flat`` numbers the shape of ``array``, if it has lists or tensors."""
     if not fixed.shape:
         return flat
     kind = array.type
@@ -385,14 +385,14 @@ def _valid(array: pa.Array) -> Flags:
 
 
 def collate_columns(columns: Sequence[Column], kind: pa.DataType, where: str) -> Any:
-    """Collate the parts of a column; a NULL in a tensor is a TypeError."""
+    """Collate a column's parts; raise a TypeError if a tensor would need a NULL."""
     if all(isinstance(column, np.ndarray) for column in columns):
         return tensor_of(columns)
     return _collate(arrow_of(join_columns(columns, kind), kind), where)
 
 
 def _collate(array: pa.Array, where: str) -> Any:
-    """Collate a column; lists of numbers of different lengths give several tensors."""
+    """Collate a column; lists of different lengths become separate tensors."""
     array = plain(array)
     fixed, kind = fixed_of(array.type), array.type
     if fixed is None and not types.is_struct(kind) and _leaf_of(kind) is None:
@@ -437,10 +437,10 @@ def _as_tensors(value: Any) -> Any:
 
 
 def copied(values: Values) -> torch.Tensor:
-    """Return a copy of an array as a tensor, like ``tensor_of``.
+    """Copy an array to a tensor, like ``tensor_of``.
 
-    A small one is copied without numpy, which would release the GIL: switching to a
-    waiting thread takes longer than the copy.
+    A small array is copied without numpy, which would release the GIL: switching to
+    another thread and back takes longer than the copy.
     """
     if not 0 < values.nbytes < MIN_BYTES:
         return tensor_of([values])
@@ -449,7 +449,7 @@ def copied(values: Values) -> torch.Tensor:
 
 
 def tensor_of(arrays: Sequence[Values]) -> torch.Tensor:
-    """Concatenate arrays to a tensor, in memory of its own or of the batch pool."""
+    """Concatenate arrays into a tensor, in memory of the batch pool if available."""
     shape = (sum(map(len, arrays)), *arrays[0].shape[1:])
     out = borrowed(shape, torch_dtype(arrays[0].dtype))
     if out is None:
@@ -460,7 +460,7 @@ def tensor_of(arrays: Sequence[Values]) -> torch.Tensor:
 
 
 def values_of(column: Column) -> list[Any]:
-    """Return the value of each row; numbers of a fixed shape with a NULL as lists."""
+    """Return each row's value; a row of numbers that contains a NULL is a list."""
     if isinstance(column, np.ndarray):
         return [row.copy() for row in column] if column.ndim > 1 else list(column)
     array = plain(column)
@@ -489,7 +489,7 @@ def _numbers(array: pa.Array) -> list[Any]:
 
 
 def _objects(array: pa.Array) -> list[Any]:
-    # Several times as fast as `to_pylist`, which crashes for intervals.
+    # Several times faster than `to_pylist`, which crashes for intervals.
     objects: list[Any] = array.to_numpy(zero_copy_only=False).tolist()
     return objects
 
@@ -532,7 +532,7 @@ def _times(array: pa.Array) -> list[Any]:
     exact = numbers.astype(np.int64).view(f"{'M8' if is_point else 'm8'}[{unit}]")
     if unit == "ns":
         return list(exact)
-    # pyarrow would convert PostgreSQL's 24:00 to 0:00.
+    # `to_pylist` would convert PostgreSQL's 24:00 to 0:00.
     is_beyond = exact >= _DAY if types.is_time(kind) else np.zeros(len(exact), bool)
     if not is_beyond.any():
         with contextlib.suppress(*_NOT_IN_PYTHON):
@@ -556,7 +556,7 @@ def _is_text(kind: pa.DataType) -> bool:
 
 
 def _is_exact(kind: pa.DataType) -> bool:
-    """Return whether a column has exact numbers as text: Arrow's decimals lack NaN."""
+    """Return whether a type has exact numbers as text: Arrow decimals lack NaN."""
     is_opaque = getattr(kind, "extension_name", "") == "arrow.opaque"
     return is_opaque and kind.type_name == "numeric"
 
@@ -583,21 +583,21 @@ def _names(kind: pa.StructType) -> list[str]:
 
 
 def _numbers_in(column: Column) -> Any:
-    """Return numbers as an array; as a list if there are NULLs."""
+    """Copy numbers to an array, or to a list if there are NULLs."""
     if not isinstance(column, np.ndarray):
         column, _ = column_of(column)
     return column.copy() if isinstance(column, np.ndarray) else values_of(column)
 
 
 def _spans(array: pa.Array) -> tuple[Iterable[tuple[int, int]], pa.Array]:
-    """Return (start, stop) of each list in the flattened values, and these values."""
+    """Return each list's (start, stop) in the flattened values, and these values."""
     lengths, child = _unlisted(array)
     stops = np.cumsum(lengths).tolist()
     return zip([0, *stops], stops, strict=False), child
 
 
 def _unlisted(array: pa.Array) -> tuple[npt.NDArray[np.int64], pa.Array]:
-    """Return the lengths of lists (undefined for NULL), and their flattened values."""
+    """Return the lengths of lists (undefined for NULL), and the flattened values."""
     if isinstance(array, (pa.ListArray, pa.LargeListArray)):  # maps too
         stops = array.offsets.to_numpy()
         first, last = int(stops[0]), int(stops[-1])
@@ -618,7 +618,7 @@ def _leaf_of(kind: pa.DataType) -> Dtype | None:
 
 
 def _stacked(rows: list[Any], leaf: Dtype) -> Any:
-    """Stack arrays of one shape; return others unchanged."""
+    """Stack arrays if all have one shape; return other rows unchanged."""
     if not rows:
         return np.zeros((0, *leaf.shape), leaf.base)
     first = rows[0]

@@ -18,7 +18,7 @@ from aioloader.errors import DatasetError
 
 
 class MappedTable(NamedTuple):
-    """A local file: its columns to read, their projection, rows per record batch."""
+    """A local Arrow file: which columns to read, and the rows in each record batch."""
 
     address: str
     path: str
@@ -28,7 +28,7 @@ class MappedTable(NamedTuple):
     counts: list[int]
 
     def batches(self) -> list[pa.RecordBatch]:
-        """Return all record batches, mapped: their bytes are read on first use."""
+        """Map the file, and return its record batches; bytes are read on first use."""
         mapped = pa.memory_map(self.path)
         if mapped.read(6) == b"ARROW1":
             reader = pa.ipc.open_file(mapped)
@@ -41,13 +41,13 @@ class MappedTable(NamedTuple):
 
 
 class SingleRows:
-    """Rows of local files by index; each record batch is one shard of ``edges``."""
+    """Looks up rows of local files by index; ``edges`` counts batches as shards."""
 
     def __init__(
         self, storage: Storage, files: Sequence[MappedTable], edges: Edges
     ) -> None:
         self._storage, self._files, self._edges = storage, files, edges
-        # For each record batch: its file's number, and its number in the file.
+        # For each record batch: the file's index, and the batch's index in the file.
         self._batches = [
             (number, batch)
             for number, file in enumerate(files)
@@ -59,7 +59,7 @@ class SingleRows:
         return SingleRows, (self._storage, self._files, self._edges)
 
     def samples(self, indices: Sequence[int]) -> list[Any]:
-        """Return rows, as dicts."""
+        """Return the rows at ``indices`` as dicts. Blocks."""
         places = [*map(self._edges.find, indices)]
         used = {self._batches[shard][0] for shard, *_ in places}
         self._check(used)  # reading a mapped file that has shrunk kills the process
@@ -90,7 +90,7 @@ class SingleRows:
 async def single_rows(
     table_format: TableFormat, shards: Sequence[Any]
 ) -> tuple[list[MappedTable], Edges]:
-    """Return the files and edges of shards, which must be local and unfiltered."""
+    """Return the shards' files and edges; raise if a file is remote or filtered."""
     storage = table_format.storage
 
     async def file_of(address: str) -> MappedTable:

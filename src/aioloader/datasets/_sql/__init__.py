@@ -1,1 +1,1 @@
-"""Rows of databases: addresses, snapshots, key ranges and readers."""
+"""Reading of database rows: addresses, snapshots, key ranges and readers."""

@@ -1,9 +1,9 @@
-"""Database URLs, the table or query to read, and the errors and retries of drivers.
+"""Database URLs, the table or query to read, and drivers' errors with retries.
 
 No message, repr or pickle shows a password, except pickles for the loader's workers.
-Drivers show URLs that they cannot parse, so the form is checked here first. Errors show
-the first line of a driver's text, without the statement. Names in statements are
-quoted; a query is the user's own text, in parentheses.
+Drivers print URLs that they cannot parse, so this module checks a URL's form first. Our
+errors show the first line of the driver's message, without the statement. Statements
+quote all names; a query is the user's text in parentheses.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ from aioloader.errors import (
 _LOG = logging.getLogger("aioloader")
 T = TypeVar("T")
 
-# The part before the question mark: [account@]hosts[/name].
+# A URL's part before the question mark: [account@]hosts[/name].
 _HOST = r"(?:\[[^][/@#]*\]|[^][:,/@#]*)(?::\d*)?"
 _SERVER = re.compile(rf"(?:[^:/@#]*(?::[^/@#]*)?@)?{_HOST}(?:,{_HOST})*(?:/[^@#]*)?")
 _QUERY = re.compile(r"(?:\w+=[^&#]*(?:&|\Z))*")
@@ -37,14 +37,14 @@ _SECRET = re.compile(
     r"(?<=://)[^:/?]*:(?P<account>[^@/?]+)@|(?<=[?&])(?P<name>password|sslpassword|"
     r"scram_(?:client|server)_key|oauth_client_secret|(?:hex|text)?key)=(?P<value>[^&]+)"
 )
-# With these keepalives, a dead idle connection is noticed within a minute.
+# These keepalives detect a dead idle connection within a minute.
 _DEFAULTS = (
     "fallback_application_name=aioloader&connect_timeout=10&keepalives_idle=30&"
     "keepalives_interval=10&keepalives_count=3"
 )
-_ENCODING = "client_encoding=UTF8"  # drivers decode UTF-8 without asking
+_ENCODING = "client_encoding=UTF8"  # drivers assume UTF-8
 _SHOWN = ("host=", "port=", "dbname=")
-# asyncpg would send these to the server, which rejects them.
+# Parameters that asyncpg would send to the server, which rejects them.
 _ONLY_LIBPQ = (
     "client_encoding=", "fallback_application_name=", "connect_timeout=", "keepalives",
     "tcp_user_timeout=", "gssencmode=",
@@ -52,7 +52,7 @@ _ONLY_LIBPQ = (
 
 _SERVER_ERROR = re.compile(r"\b(?:ERROR|FATAL|PANIC):\s+([^\n]+)")
 _STATUS = re.compile(r"^[A-Z_]+: (?=\S)|\[(?:libpq|SQLite)\] |Failed to [a-z ]+: ")
-# Kinds of errors, by SQLSTATE or by the text of an error without one.
+# Patterns for kinds of errors: of the SQLSTATE, or of the text if there is none.
 _REFUSED = re.compile(
     r"^(?:28\w{3}|42501)$|authentication failed|no password supplied|permission denied|"
     r"no pg_hba\.conf entry|role .* does not exist|not authorized"
@@ -62,7 +62,7 @@ _MISSING = re.compile(
 )
 _DOTTED = re.compile(r'(?:no such table: |relation ")[^"\s]*\.')
 _UNWRITABLE = re.compile("readonly database|unable to open database file")
-# A lost or overloaded server, a conflict on a standby, a locked file.
+# Errors worth a retry: a lost or busy server, a conflict on a standby, a locked file.
 _TRANSIENT = re.compile(
     r"^(?:08\w{3}|57P0\w|53300|40001|40P01)$|database (?:table )?is locked|"
     r"too many clients|starting up|connection (?:is|was) closed"
@@ -74,20 +74,20 @@ _SELECT = re.compile(
     r"(?:\s|\(|--[^\n]*\n|/\*.*?\*/)*(?:select|with|values)[\s(*'\"/-]",
     re.IGNORECASE | re.DOTALL,
 )
-# A part of a dotted name, and the dot before the next part.
+# One part of a dotted name, with the dot that precedes the next part.
 _NAME = re.compile(r'(?:"((?:[^"]|"")+)"|([^."]+))(?:\.(?!\Z)|\Z)')
 
 
 class DatabaseURL:
-    """The URL of a database, possibly sealed, with parameters of SQLite or libpq.
+    """The checked URL of a database; the parameters are those of SQLite or libpq.
 
-    ``sqlite:///relative``, ``sqlite:////absolute`` (with ``%3F`` for ``?``), or
-    ``postgresql://user@host:port/name?parameters``, for a Unix socket
+    The forms are ``sqlite:///relative``, ``sqlite:////absolute`` (``?`` is ``%3F``),
+    ``postgresql://user@host:port/name?parameters``, and for a Unix socket
     ``postgresql:///name?host=/directory``.
 
     Attributes:
         label: The URL without secrets.
-        is_sqlite: Whether it names an SQLite file.
+        is_sqlite: Whether the URL names an SQLite file.
     """
 
     def __init__(self, url: Any) -> None:
@@ -132,9 +132,9 @@ class DatabaseURL:
         return os.path.abspath(self._path)  # noqa: PTH100  (no links followed)
 
     def for_driver(self) -> str:
-        """Return a read-only URI for SQLite, or one for libpq with the password."""
+        """Return the ADBC driver's URI: read-only for SQLite; libpq's with password."""
         before, query = self._parts()
-        if not self.is_sqlite:  # the last parameter of a name wins
+        if not self.is_sqlite:  # libpq uses the last of repeated parameters
             return f"{before}?{'&'.join((_DEFAULTS, *query, _ENCODING))}"
         if not os.path.exists(self.path):  # noqa: PTH110  (a string)
             raise FileNotFoundError("no such file")
@@ -143,15 +143,15 @@ class DatabaseURL:
         return f"file:{quote(self.path)}?{'&'.join((*query, 'mode=ro'))}"
 
     def for_asyncpg(self) -> str:
-        """Return a URL for asyncpg; it holds the password."""
+        """Return a URL for asyncpg, including the password."""
         before, query = self._parts()
         kept = "&".join(pair for pair in query if not pair.startswith(_ONLY_LIBPQ))
-        # asyncpg decodes a plus as a space, unlike libpq.
+        # asyncpg, unlike libpq, decodes a plus as a space.
         return f"{before}?{kept}".replace("+", "%2B")
 
     def check_pages(self, page: int) -> None:
-        """Check that an SQLite file ends with a whole page: SQLite would read zeros."""
-        # Not opened: closing it would drop this process's locks on it.
+        """Raise if an SQLite file ends within a page: SQLite would read zeros."""
+        # Do not open the file: closing it would drop this process's locks on it.
         size = os.stat(self.path).st_size  # noqa: PTH116  (a string)
         if size % page:
             raise TruncatedReadError(
@@ -162,7 +162,7 @@ class DatabaseURL:
             )
 
     def scrub(self, text: str) -> str:
-        """Replace the secrets of the URL in a text by asterisks."""
+        """Replace the URL's secrets in ``text`` with asterisks."""
         for match in _SECRET.finditer(revealed(self._sealed)):
             value = match["account"] or match["value"]
             text = text.replace(unquote(value), "***").replace(value, "***")
@@ -183,7 +183,7 @@ def _sqlite_path(text: str) -> str:
 
 
 class LostError(Exception):
-    """Wraps the exception of a driver that has lost its connection."""
+    """Wraps a driver's exception after the connection was lost."""
 
 
 async def retried(
@@ -196,16 +196,16 @@ async def retried(
 ) -> T:
     """Return the result of ``attempt``, retried after transient failures.
 
-    Raises a DatasetError ``deadline`` seconds after the first failure. It does not
-    refer to the driver's exception, since tracebacks would print that, perhaps with the
-    password. ``doing`` is a phrase such as ``"read table 'rows'"``.
+    Gives up with a DatasetError ``deadline`` seconds after the first failure. The error
+    is not chained to the driver's exception, which tracebacks would print, perhaps with
+    the password. ``doing`` is a phrase such as ``"read table 'rows'"``.
     """
     clock = asyncio.get_running_loop().time
     count, end, pauses = 0, 0.0, backoff(base_delay=0.1, max_delay=5.0)
     while True:
         try:
             return await attempt()
-        except Exception as exc:  # noqa: BLE001  (reported without its traceback)
+        except Exception as exc:  # noqa: BLE001  (converted to an error)
             error, is_transient = _failure_of(doing, address, exc)
         end = end if count else clock() + deadline
         count += 1
@@ -221,13 +221,13 @@ async def retried(
     try:
         raise error
     finally:
-        del error  # its traceback refers to this frame
+        del error  # breaks the cycle of its traceback and this frame
 
 
 def _failure_of(
     doing: str, address: DatabaseURL, exc: Exception
 ) -> tuple[DatasetError, bool]:
-    """Return the error for a driver's exception, and whether a retry may help."""
+    """Convert a driver's exception; return the error and whether a retry may help."""
     is_transient = isinstance(exc, LostError)
     exc = exc.args[0] if is_transient else exc
     if isinstance(exc, DatasetError):
@@ -265,15 +265,15 @@ def _failure_of(
 
 
 def sqlstate_of(exc: Exception) -> str:
-    """Return the five-character SQLSTATE of a driver's exception, or ""."""
+    """Return the SQLSTATE of a driver's exception (five characters), or ""."""
     return getattr(exc, "sqlstate", None) or ""
 
 
 class Relation:
-    """A table or query, its key for order and ranges, and the columns to read.
+    """A table or query, the key that orders and divides it, and the columns to read.
 
-    A table is ``name`` or ``schema.name``; a part with a dot is quoted. A query has
-    placeholders for ``parameters``. Arguments are those of ``SQLDataset``.
+    A table is ``name`` or ``schema.name``; a part that contains a dot is quoted. A
+    query has placeholders for ``parameters``. See ``SQLDataset`` for the arguments.
     """
 
     def __init__(
@@ -312,12 +312,12 @@ class Relation:
         for name in names:
             quoted(name)
         self.key_column = column(key)  # an SQL expression
-        # Parentheses on separate lines: a query may end in a comment.
+        # Parentheses are on separate lines, because a query may end with a comment.
         rows = f"(\n{text.rstrip().rstrip(';')}\n)" if self.is_query else self.table()
         self._from = f"{rows} AS q"
 
     def describe(self) -> dict[str, Any]:
-        """Return what determines the rows, for JSON, with parameters as a digest."""
+        """Return the settings that decide the rows as JSON-ready data, with a digest."""
         words = repr((self.text, self.parameters)).encode("utf-8", "surrogatepass")
         return {
             "query": self.label,
@@ -347,13 +347,13 @@ class Relation:
         )
 
     def select(self, columns: str, *more: str) -> str:
-        """Return a SELECT from this relation, which is named ``q`` in it."""
+        """Return a SELECT from this relation, under the alias ``q``."""
         return select(columns, self._from, *more)
 
     def names(
         self, available: Sequence[str], hidden: Collection[str] = ()
     ) -> Sequence[str]:
-        """Return the columns to deliver, checked; ``hidden`` ones only on request."""
+        """Check and return the columns to deliver; ``hidden`` ones only if named."""
         shown = ", ".join(available)
         if len(set(available)) < len(available):
             raise ValueError(f"columns must have distinct names, got {shown}")
@@ -365,7 +365,7 @@ class Relation:
 
 
 def is_list(given: Any) -> bool:
-    """Return whether an argument is a list of values; text is not."""
+    """Return whether an argument is an iterable of values; text does not count."""
     return isinstance(given, Iterable) and not isinstance(given, (str, bytes))
 
 
@@ -377,7 +377,7 @@ def quoted(name: str) -> str:
 
 
 def column(name: str) -> str:
-    """Return a column of ``q``; SQLite takes an unknown bare name as a string."""
+    """Qualify a column with ``q``: SQLite reads unknown bare names as strings."""
     return f"q.{quoted(name)}"
 
 

@@ -1,8 +1,8 @@
-"""Tables and queries of databases as shards: ranges of a key, in one snapshot.
+"""Database tables and queries as shards: key ranges, read in one snapshot.
 
-The order is that of the key. Memory holds the read-ahead, bounded by the budget. ADBC
-bundles its own SQLite, and two copies in one process ignore each other's locks: use
-another process to write a file with ``sqlite3`` while it is read here.
+Rows come in key order. The budget limits the memory for rows read ahead. ADBC bundles
+its own copy of SQLite, and two copies in one process ignore each other's locks: to
+write a file with ``sqlite3`` while it is read here, use another process.
 """
 
 import operator
@@ -32,20 +32,20 @@ from aioloader.datasets._sql.sqlite import SQLite
 from aioloader.datasets._stores.redact import Sealed
 from aioloader.datasets._streams.shards import ShardFormat, ShardPosition, Summary
 
-# A range (None: an empty shard), and the session that reads it.
+# A key range (None for an empty shard), and the session that reads it.
 SQLShard: TypeAlias = tuple[KeyRange | None, Session]
 
 
 class SQLFormat(ShardFormat[SQLShard]):
-    """A table or query, read in ranges of a unique key, in the order of the key.
+    """A table or query, read in ranges of a unique key, in key order.
 
-    All ranges of an iteration read one snapshot. A state holds the keys where it was
-    cut, and the last key read of each range: later rows come from the snapshot of the
-    resumed iteration. Steps that read ahead (``shuffle``, async ``map``, ``readers``)
-    go back and count rows, which is exact if none of those was written meanwhile.
+    All ranges of an iteration read one snapshot. A state contains the keys between
+    ranges, and each range's last delivered key. A resumed iteration reads later rows
+    from a new snapshot. Steps that read ahead (``shuffle``, async ``map``, ``readers``)
+    rewind by counting rows, which is exact if no such row was written meanwhile.
 
-    Arguments are those of ``SQLDataset``. The URL may be sealed, and ``partitions`` may
-    be the result of ``plan`` on another rank, so that all ranks have equal ranges.
+    See ``SQLDataset`` for the arguments. The URL may be sealed. ``partitions`` may be
+    the result of ``plan`` on another rank, so that all ranks have the same ranges.
     """
 
     changes = True
@@ -74,7 +74,7 @@ class SQLFormat(ShardFormat[SQLShard]):
     async def shards(
         self, stack: AsyncExitStack, known: Summary | None = None
     ) -> list[SQLShard]:
-        """Take a snapshot, and return its ranges; the cuts of ``known`` are reused."""
+        """Take a snapshot, and return its key ranges, cut as in ``known`` if given."""
         known = known or {}
         kind = SQLite if self._address.is_sqlite else Postgres
         session = kind(self._address, self._relation, self._deadline)
@@ -95,7 +95,7 @@ class SQLFormat(ShardFormat[SQLShard]):
         return [(span, session) for span in (*spans, *rest)]
 
     def summary(self, shards: Sequence[SQLShard]) -> Summary:
-        """Return the number of ranges, and the keys between them."""
+        """Return how many ranges there are, and the keys between them."""
         starts = [span.start for span, _ in shards if span is not None]
         cuts = [start for start in starts if start is not None]
         return {"count": len(shards), "cuts": cuts}
@@ -104,31 +104,31 @@ class SQLFormat(ShardFormat[SQLShard]):
         return self._relation.describe()
 
     async def plan(self) -> list[Key]:
-        """Return the keys between ranges, for ``partitions`` on other ranks."""
+        """Return the keys between ranges, to pass as ``partitions`` on other ranks."""
         async with AsyncExitStack() as stack:
             cuts: list[Key] = self.summary(await self.shards(stack))["cuts"]
         return cuts
 
     def open(self, shard: SQLShard, position: ShardPosition, budget: int) -> SQLReader:
-        """Return a reader of a range, from after the key in ``position`` on."""
+        """Return a reader of a range; it starts after the key in ``position``."""
         span, session = shard
         return SQLReader(session, span, position.get("key"), budget)
 
     @property
     def label(self) -> str:
-        """The table or query and the database, without secrets."""
+        """The table or query and its database, for messages, without secrets."""
         return f"{self._relation.label} of {self._address.label!r}"
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        driver_of(self._address)  # import it now, and not on an event loop
+        driver_of(self._address)  # import it now: on a loop, an import would block
 
     def __repr__(self) -> str:
         return f"SQLFormat({self._address.label!r}, {self._relation.label})"
 
 
 def _checked(partitions: Any) -> int | list[Key]:
-    """Return the number of ranges, or the encoded keys between them."""
+    """Check ``partitions``; return the number of ranges, or the keys between them."""
     if hasattr(partitions, "__index__"):
         check_at_least(partitions, 1, "partitions")
         return operator.index(partitions)

@@ -1,9 +1,9 @@
 """PostgreSQL: parallel connections that read one snapshot by COPY.
 
-A leader exports its snapshot and keeps it alive; the other connections adopt it. Rows
-are streamed in the order of the key. A query with parameters needs a server-side
-cursor, at half the speed. The driver would read an infinite date as an ordinary day:
-here it is an error, or NULL.
+The leader, one of the connections, exports its snapshot and keeps it alive; the others
+adopt it. Rows are streamed in key order. A query with parameters needs a server-side
+cursor, which halves the speed. The driver would read an infinite date as an ordinary
+day; here it becomes an error or NULL.
 """
 
 import asyncio
@@ -38,28 +38,28 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 
-# An extra column: the number of the first column with an infinite date, or NULL.
+# An extra result column: the index of the first column whose date is infinite, or NULL.
 FLAG = "aioloader: infinite"
-# Casts of exact numbers to floats, by type.
+# Casts from exact numbers to floats, by type.
 FLOAT_CASTS = {
     "numeric": "{}::float8",
     "money": "{}::numeric::float8",
     "_numeric": "{}::float8[]",
     "_money": "{}::numeric[]::float8[]",
 }
-# Conditions for infinite dates, by type; not true for NULL.
+# SQL conditions that detect infinite dates, by type; they are not true for NULL.
 _POINT = "NOT isfinite({0})"
 _LIST = "('infinity' = ANY({0}) OR '-infinity' = ANY({0}))"
 _INFINITE = {
-    "_interval": "{0}::text LIKE '%infinity%'",  # a literal only since version 17
+    "_interval": "{0}::text LIKE '%infinity%'",  # no literal before version 17
     **dict.fromkeys(("date", "timestamp", "timestamptz", "interval"), _POINT),
     **dict.fromkeys(("_date", "_timestamp", "_timestamptz"), _LIST),
 }
 _FINITE = "array_replace(array_replace({0}, 'infinity', NULL), '-infinity', NULL)"
-# Types that are cast or checked; names of arrays begin with "_".
+# Types that are cast or checked. The names of array types begin with "_".
 HANDLED_TYPES = {"oid", "_oid", *FLOAT_CASTS, *_INFINITE}
-# Finds types nested in others that drivers may misread, and "_numeric" in an array of a
-# domain. Before version 14 there are no multiranges, and no column for them.
+# Finds nested types that drivers may misread, and "_numeric" in arrays of a domain.
+# Versions before 14 have no column rngmultitypid, so to_jsonb looks it up.
 _PARTS_QUERY = """
 WITH RECURSIVE part (at, kind, oid, path) AS (
 SELECT at, format_type(oid, NULL), oid, '' FROM (VALUES {kinds}) AS given (at, oid)
@@ -76,15 +76,15 @@ WHERE path || typname = '_numeric' OR typname IN
 POINT_TYPES = frozenset(kind for kind, rule in _INFINITE.items() if rule is _POINT)
 _LOG = logging.getLogger("aioloader")
 _BEGIN = "BEGIN ISOLATION LEVEL REPEATABLE READ, READ ONLY"
-# As in pg_dump: a scan lasts as long as its consumer, and keys need one text format.
-# The view pg_settings would compute all settings, for each connection.
+# No timeouts, as in pg_dump, because consumers may be slow; one text format for keys.
+# The view pg_settings is not used: it would compute all settings for each connection.
 _SETTINGS = """
 SELECT set_config(name, '0', true) FROM (VALUES ('statement_timeout'),
 ('idle_in_transaction_session_timeout'), ('transaction_timeout')) AS s (name)
 WHERE current_setting(name, true) IS NOT NULL
 UNION ALL SELECT set_config('DateStyle', 'ISO, YMD', true)
 """
-# COPY takes no parameters, so the bounds of a range are passed in settings.
+# COPY accepts no parameters, so settings pass the bounds of a range.
 _SET_RANGE = (
     "SELECT set_config('aioloader.start', $1, true), "
     "set_config('aioloader.stop', $2, true)"
@@ -94,7 +94,7 @@ _KEY_TYPES = frozenset({
     "timestamp", "timestamptz", "bytea",
 })  # fmt: skip
 _TEXT_TYPES = frozenset({"text", "varchar", "bpchar"})
-# Casts of types that have no Arrow type.
+# Casts for types that have no Arrow type.
 _CASTS = FLOAT_CASTS | {
     "oid": "{}::int8",
     "_oid": "{}::int8[]",
@@ -107,14 +107,14 @@ _EXACT_CASTS = {
     "_numeric": "{}::text[]",
     "_money": "{}::numeric[]::text[]",
 }
-# Finds a non-deterministic collation; before version 12 there are none.
+# Finds a non-deterministic collation; these exist since version 12.
 _LOOSE_COLLATION = """
 SELECT 1 FROM pg_collation AS c JOIN pg_namespace AS n ON n.oid = c.collnamespace
 WHERE to_jsonb(c) ->> 'collisdeterministic' = 'false' AND ({key}) COLLATE "C" IN
 (quote_ident(c.collname), quote_ident(n.nspname) || '.' || quote_ident(c.collname))
 """
 _TYPE_QUERY = "SELECT typname::text FROM pg_type WHERE oid = $1::oid"
-# Pages to sample: enough for ranges that differ by about 10 %.
+# How many pages to sample, for ranges that differ by about 10 %; bytes of a page.
 _PAGES, _PAGE_BYTES = 400, 8192
 _SIZE_QUERY = """
 SELECT c.relkind::text, CASE c.relkind WHEN 'p' THEN
@@ -126,8 +126,8 @@ ELSE pg_relation_size(c.oid) END FROM pg_class AS c WHERE c.oid = to_regclass($1
 def selection(columns: Mapping[str, tuple[str, str]], infinity: Infinity) -> str:
     """Return the select list, with a ``FLAG`` column if infinite dates are errors.
 
-    ``columns`` maps a name to its type and an expression with ``{}`` for the column; if
-    that is empty, the column is read as it is, with NULL for infinite dates.
+    ``columns`` maps a name to (type, expression), where ``{}`` is the column. With an
+    empty expression, the column is selected as it is, with NULL for infinite dates.
     """
     parts: list[str] = []
     cases: list[str] = []
@@ -144,7 +144,7 @@ def selection(columns: Mapping[str, tuple[str, str]], infinity: Infinity) -> str
 
 
 def parts_query(relation: Relation, columns: Iterable[str]) -> str:
-    """Return the query for the nested types of columns; see ``types_by_parts``."""
+    """Return the query for columns' nested types, input of ``types_by_parts``."""
     nothing = "LIMIT 0"
     kinds = (
         f"({number}, pg_typeof(({relation.select(column(name), nothing)}))::oid)"
@@ -156,7 +156,7 @@ def parts_query(relation: Relation, columns: Iterable[str]) -> str:
 def types_by_parts(
     columns: Sequence[str], rows: Iterable[tuple[int, str, str]]
 ) -> dict[str, str]:
-    """Return the columns that are arrays of a domain of exact numbers, and their types.
+    """Return {name: "_numeric"} for arrays whose elements are a domain over numeric.
 
     Raises a ValueError if a column has a nested type that drivers misread.
     """
@@ -185,7 +185,7 @@ def infinite_error(
 
 
 def as_decimals(batch: "pa.RecordBatch", names: Sequence[str]) -> "pa.RecordBatch":
-    """Mark text columns as exact numbers, so that their values become decimals."""
+    """Mark the text columns ``names`` as exact numbers, which become decimals."""
     import pyarrow as pa  # noqa: PLC0415  (an optional dependency)
 
     for name in names:
@@ -211,7 +211,7 @@ class Postgres(Session):
 
     async def begin(self, partitions: int | Sequence[Key]) -> list[KeyRange]:
         leader = await self._start_leader()
-        # Planning takes as long as connecting: open the first reader's connection.
+        # Planning takes as long as connecting: meanwhile open a reader's connection.
         spare = asyncio.create_task(self._add_idle())
         try:
             return await leader.run(self._divide, leader, partitions)
@@ -241,7 +241,7 @@ class Postgres(Session):
         self._idle.append(await self._new())
 
     async def _new(self) -> Connection:
-        """Return a new connection that reads the snapshot."""
+        """Return a new connection that reads the snapshot, renewed if it is lost."""
         while self._leader is not None:
             snapshot, adopted = self._snapshot, ""
             connection = Connection(self.address, like=self._leader)
@@ -256,7 +256,7 @@ class Postgres(Session):
         raise RuntimeError("the iteration is over")
 
     async def _renew_snapshot(self, lost: str) -> None:
-        """Take a new snapshot, unless another reader has already done so."""
+        """Replace the ``lost`` snapshot, unless another reader has already done so."""
         async with self._renewing:
             if self._snapshot != lost or self._leader is None:
                 return
@@ -291,7 +291,7 @@ class Postgres(Session):
                 is_again = is_again and not batch.num_rows
 
     def _rows(self, batch: "pa.RecordBatch") -> Block:
-        """Return the rows of a batch; a row with an infinite date is a failure."""
+        """Return a batch's rows; one with an infinite date becomes a FailedSample."""
         rows = super()._rows(as_decimals(batch, self._decimals))
         if FLAG not in batch.schema.names:
             return rows
@@ -347,7 +347,7 @@ class Postgres(Session):
         self._decimals = [n for n in self.names if is_exact and types[n] in FLOAT_CASTS]
 
     def _cuts(self, connection: Connection, partitions: int) -> list[Key]:
-        """Return quantiles of the key, from a sample of a table's pages if possible."""
+        """Return quantiles of the key, of sampled pages if the relation is a table."""
         sample = ""
         if not self.relation.is_query:
             tables = connection.fetch(_SIZE_QUERY, (self.relation.table(),))
@@ -355,7 +355,7 @@ class Postgres(Session):
             if kind in {"r", "m", "p"}:
                 share = min(100.0, 100.0 * _PAGES * _PAGE_BYTES / max(1, size or 0))
                 sample = f"TABLESAMPLE SYSTEM ({share:.6f}) REPEATABLE (0)"
-        # Slightly more, for the first key of a range, not the last of the previous one.
+        # 1e-9 more: the first key of a range, not the last key of the previous one.
         shares = [f"{n / partitions + 1e-9:.12f}" for n in range(1, partitions)]
         quantiles = (
             f"percentile_disc(ARRAY[{', '.join(shares)}]::float8[]) "
@@ -367,16 +367,16 @@ class Postgres(Session):
 
 
 def _begin(connection: Connection, snapshot: str = "") -> str:
-    """Start a transaction in a snapshot, or in a new one, which is exported.
+    """Start a transaction in ``snapshot``, or export a new one if it is empty.
 
-    Returns the snapshot's name; empty if the given one is lost.
+    Returns the snapshot's name; empty if the given snapshot is lost.
     """
     connection.fetch(_BEGIN)
     try:
         if snapshot:
             connection.fetch(f"SET TRANSACTION SNAPSHOT '{snapshot}'")
     except Exception as exc:
-        # Undefined object since about version 17; before, an invalid value.
+        # "Undefined object" since about version 17, "invalid value" in earlier ones.
         if sqlstate_of(exc) in {"42704", "22023"}:
             return ""
         raise
@@ -385,9 +385,9 @@ def _begin(connection: Connection, snapshot: str = "") -> str:
 
 
 def _types(connection: Connection, schema: "pa.Schema") -> list[str]:
-    """Return the names of the columns' types in PostgreSQL."""
+    """Return PostgreSQL's type name of each column."""
     given = [(field.metadata or {})[b"POSTGRESQL:type"].decode() for field in schema]
-    # The driver knows types of extensions only by number.
+    # The driver identifies types from extensions only by number.
     names: dict[str, str] = {}
     for name in {name for name in given if name.startswith("unnamed<oid:")}:
         number = name.removeprefix("unnamed<oid:").rstrip(">")
@@ -396,12 +396,12 @@ def _types(connection: Connection, schema: "pa.Schema") -> list[str]:
 
 
 def _is_nested(kind: "pa.DataType") -> bool:
-    """Return whether a type may contain others; ranges have no Arrow type."""
+    """Return whether a type may contain others, such as an array or a range."""
     return bool(kind.num_fields) or hasattr(kind, "vendor_name")
 
 
 def _text_cast(kind: "pa.DataType") -> str:
-    """Return the cast to text for a type that Arrow lacks, or an empty string."""
+    """Return the cast to text if Arrow lacks the type, else an empty string."""
     if hasattr(kind, "vendor_name"):
         return "{}::text"
     is_list = hasattr(getattr(kind, "value_type", None), "vendor_name")
@@ -411,7 +411,7 @@ def _text_cast(kind: "pa.DataType") -> str:
 def _fetched(
     connection: Connection, sql: str, parameters: Sequence[Any], batch_bytes: int
 ) -> "Generator[pa.RecordBatch, None, None]":
-    """Yield the rows of a query through a cursor, in growing batches."""
+    """Yield the rows of a query by a server-side cursor, in growing batches."""
     with connection.cursor() as cursor:
         cursor.execute(f"DECLARE aioloader NO SCROLL CURSOR FOR {sql}", parameters)
         cursor.adbc_statement.set_options(**{"adbc.postgresql.use_copy": "false"})

@@ -1,7 +1,7 @@
-"""One iteration over a table or query: its snapshot, and the readers of its ranges.
+"""An iteration over a table or query: its snapshot, connections and range readers.
 
-The base of ``sqlite`` and ``postgres``, which connect, find types, cut the key and read
-a range. A key is an int, or the text that the database parses; bytes are hexadecimal.
+``sqlite`` and ``postgres`` derive their sessions from ``Session``: they take snapshots,
+find types, and cut and read ranges. A key is an int or text; bytes are hexadecimal.
 """
 
 import abc
@@ -38,16 +38,16 @@ if TYPE_CHECKING:
 
 
 _LOG = logging.getLogger("aioloader")
-# Seconds to wait for a running call of SQLite to end.
+# Seconds to wait for a running SQLite call to end.
 _STOP_SECONDS = 1.0
 T = TypeVar("T")
 Key: TypeAlias = int | str
-# Yields the keys of a batch, and its rows.
+# Yields (keys, rows) of each batch.
 Scan: TypeAlias = "Generator[tuple[pa.Array, Block], None, None]"
 
 _MIN_BATCH, _MAX_BATCH = 1 << 16, 1 << 22  # bytes
 _MAX_ROWS = 1 << 16
-# Rows of a batch per row of the previous one, at most: later rows may be larger.
+# A batch has up to 8 times the previous one's rows: later rows may be larger.
 GROWTH = 8
 
 
@@ -58,27 +58,27 @@ def driver_of(address: DatabaseURL) -> Any:
 
 
 class Connection(CpuThread):
-    """An ADBC connection and its thread; the first call connects.
+    """An ADBC connection and its daemon thread; the first call connects.
 
-    ADBC's objects belong to one thread at a time, and in the main thread its calls
-    would take over Ctrl-C. The thread is a daemon. ``cursor``, ``fetch`` and
-    ``batches`` run in it.
+    Only one thread at a time may use ADBC's objects, and ADBC's calls in the main
+    thread would intercept Ctrl-C. Call ``cursor``, ``fetch`` and ``batches`` in the
+    connection's thread.
 
-    ``like`` is a connection whose driver state is cloned: PostgreSQL's driver loads all
-    types, which takes ten times as long as connecting.
+    ``like``: a connection whose driver state is cloned. A new PostgreSQL driver would
+    load all types, which takes ten times as long as connecting.
     """
 
     def __init__(self, address: DatabaseURL, like: "Connection | None" = None) -> None:
         super().__init__("aioloader-sql")
         self._address = address
         self._like = like
-        self._adbc: Any = None  # of adbc_driver_manager.dbapi
+        self._adbc: Any = None  # a Connection of adbc_driver_manager.dbapi
         self._is_closed = False
-        self._clone_lock = threading.Lock()  # other threads may clone it
+        self._clone_lock = threading.Lock()  # other threads may clone the connection
         self._pending: list[Job] = []
 
     async def run(self, function: Callable[..., T], *args: Any) -> T:
-        """Call a function in the thread, after earlier calls; return its result."""
+        """Call a function in the connection's thread, in order; return its result."""
         return await in_thread(function, *args, executor=self, abandon_on_cancel=True)
 
     def post(self, job: Job) -> bool:
@@ -86,12 +86,12 @@ class Connection(CpuThread):
         return super().post(partial(self._do, job))
 
     def _do(self, job: Job) -> None:
-        with contextlib.suppress(Exception):  # from closing a lost connection
+        with contextlib.suppress(Exception):  # if the connection is lost
             job()
         self._pending.remove(job)
 
     async def is_lost(self) -> bool:
-        """Return whether the server hung up. Called after a failure."""
+        """Return, after a failure, whether the connection to the server is lost."""
         if not self._address.is_sqlite:
             try:
                 await self.run(self.fetch, "SELECT 1")
@@ -102,13 +102,13 @@ class Connection(CpuThread):
     async def aclose(self) -> None:
         """Stop the running call, disconnect, and join the thread, even if cancelled.
 
-        If SQLite cannot stop a query, its thread disconnects when the query ends.
+        SQLite cannot stop a query; then the thread disconnects when the query ends.
         """
         await in_thread(self._end)
 
     def _end(self) -> None:
         if self._pending:
-            # The call may not be running, and SQLite's driver cannot cancel.
+            # The call may not have started, and SQLite's driver cannot cancel calls.
             with contextlib.suppress(Exception):
                 self._adbc.adbc_cancel()
         self.stop(self._close)
@@ -137,7 +137,7 @@ class Connection(CpuThread):
     def batches(
         self, sql: str, parameters: Any, options: Mapping[str, str]
     ) -> "Generator[pa.RecordBatch, None, None]":
-        """Yield the result of a query as record batches; ``options`` of the driver."""
+        """Yield a query's record batches; ``options`` are the driver's."""
         with self.cursor() as cursor:
             cursor.adbc_statement.set_options(**options)
             cursor.execute(sql, parameters or None)
@@ -151,7 +151,7 @@ class Connection(CpuThread):
             self._adbc = driver_of(self._address).connect(where, autocommit=True)
 
     def clone(self) -> Any:
-        """Return a new ADBC connection with this driver state; None if closed."""
+        """Clone the ADBC connection with its driver state; None if it is not open."""
         with self._clone_lock:
             if self._is_closed or self._adbc is None:
                 return None
@@ -174,7 +174,7 @@ async def close_all(connections: Iterable[Connection]) -> None:
 
 
 class KeyRange(NamedTuple):
-    """The keys from ``start`` to ``stop`` (exclusive); None: no bound."""
+    """The keys from ``start`` to ``stop`` (exclusive); None means no bound."""
 
     start: Key | None = None
     stop: Key | None = None
@@ -188,9 +188,9 @@ class KeyRange(NamedTuple):
 
 
 class Session(abc.ABC):
-    """The snapshot and connections of one iteration."""
+    """Base class for the snapshot and the connections of one iteration."""
 
-    _placeholder: str  # of a parameter, before its number
+    _placeholder: str  # precedes the number of a query parameter
 
     def __init__(
         self, address: DatabaseURL, relation: Relation, deadline: float
@@ -198,20 +198,20 @@ class Session(abc.ABC):
         self.address, self.relation, self.deadline = address, relation, deadline
         self.names: Sequence[str] = ()  # columns to deliver
         self._key = relation.key_column
-        self._key_type = ""  # the database's name of it
+        self._key_type = ""  # the key's type, as the database names it
         self._selected = ""  # the select list
 
     @abc.abstractmethod
     async def begin(self, partitions: int | Sequence[Key]) -> list[KeyRange]:
-        """Take a snapshot, and divide it; a ValueError for a bad key or column."""
+        """Take a snapshot, and divide it into ranges; may raise a ValueError."""
 
     @abc.abstractmethod
     async def join(self) -> Connection:
-        """Lend a connection that reads the snapshot; a new one if that is lost."""
+        """Lend a connection to a reader; take a new snapshot if the old one is lost."""
 
     @abc.abstractmethod
     async def leave(self, connection: Connection, *, is_sound: bool) -> None:
-        """Take back a connection; if ``is_sound``, its scan has ended normally."""
+        """Take back a lent connection; ``is_sound``: its scan has ended normally."""
 
     @abc.abstractmethod
     async def aclose(self) -> None:
@@ -223,7 +223,7 @@ class Session(abc.ABC):
     def scan(
         self, connection: Connection, span: KeyRange, last: Key | None, batch_bytes: int
     ) -> Scan:
-        """Yield the keys and rows of a range, in order, after the ``last`` read key."""
+        """Yield (keys, rows) of a range's batches, in order, after the key ``last``."""
 
     @abc.abstractmethod
     def _plan(self, connection: Connection) -> None:
@@ -231,11 +231,11 @@ class Session(abc.ABC):
 
     @abc.abstractmethod
     def _cuts(self, connection: Connection, partitions: int) -> list[Key]:
-        """Return keys that cut the rows into parts of about equal size."""
+        """Return keys that cut the rows into ``partitions`` of about equal size."""
 
     @abc.abstractmethod
     def _key_value(self, key: Key) -> Any:
-        """Return a key as a query parameter."""
+        """Return a key in the form of a query parameter."""
 
     def _divide(
         self, connection: Connection, partitions: int | Sequence[Key]
@@ -248,7 +248,7 @@ class Session(abc.ABC):
         return [KeyRange(*pair) for pair in pairwise([None, *cuts, None])]
 
     def _checked_cuts(self, connection: Connection, cuts: Sequence[Key]) -> list[Key]:
-        # An empty SELECT of the key itself provides its collation.
+        # Through the empty SELECT, the comparison uses the key's collation.
         nothing = self.relation.select(f"{self._key} AS k, 0 AS n", "WHERE 1 = 0")
         given = [
             f"SELECT CAST({self._placeholder}{n} AS {self._key_type}), {n}"
@@ -264,7 +264,7 @@ class Session(abc.ABC):
 
     @property
     def _columns(self) -> Sequence[str]:
-        """The columns to deliver, and the key."""
+        """The columns to read: those to deliver, and the key."""
         has_key = self.relation.key in self.names
         return self.names if has_key else (*self.names, self.relation.key)
 
@@ -283,7 +283,7 @@ class Session(abc.ABC):
             raise self.relation.key_error(problem)
 
     def _refuse_collation(self, exact: str) -> None:
-        # Texts that compare equal have no order, so reading could not resume.
+        # Texts that compare equal have no defined order, so reading could not resume.
         name = self.relation.key
         raise ValueError(
             f"the collation of key {name!r} equates different texts; make a key in a "
@@ -291,7 +291,7 @@ class Session(abc.ABC):
         )
 
     def _statement(self, span: KeyRange, bound: str) -> str:
-        """Return the query for a range; ``{}`` in ``bound`` is "start" or "stop"."""
+        """Return a range's query; ``bound`` is the SQL for a bound, ``{}`` its name."""
         bounds = [
             f"{self._key} {sign} {bound.format(name)}"
             for name, sign, _ in span.bounds()
@@ -302,10 +302,10 @@ class Session(abc.ABC):
     def _new_rows(
         self, batch: "pa.RecordBatch", last: Key | None, *, is_again: bool
     ) -> "tuple[pa.Array, Block] | None":
-        """Return the keys and rows of a batch after the ``last`` key; None if empty.
+        """Return a batch's keys and rows after the key ``last``; None if it has none.
 
-        Raises a ValueError if a key repeats. If ``is_again``, the query started at the
-        last key, and its row, unless deleted meanwhile, is dropped.
+        Raises a ValueError if a key repeats. ``is_again``: the query started at
+        ``last``, so a first row with that key was read before, and is dropped.
         """
         from pyarrow import compute  # noqa: PLC0415  (an optional dependency)
 
@@ -313,7 +313,7 @@ class Session(abc.ABC):
             return None
         keys = batch.column(self.relation.key)
         is_last = encoded(keys[0].as_py()) == last
-        plain = getattr(keys, "storage", keys)  # of an extension type, such as UUIDs
+        plain = getattr(keys, "storage", keys)  # UUIDs are an extension type
         twice = compute.index(compute.equal(plain[:-1], plain[1:]), True).as_py()
         if twice < 0 and is_last and not is_again:
             twice = 0
@@ -334,10 +334,10 @@ class Session(abc.ABC):
 
 
 class SQLReader(BlockReader):
-    """Reads one range after the ``last`` key, one batch ahead; reconnects if needed.
+    """Reads one range after the key ``last``, one batch ahead; reconnects if needed.
 
-    A connection's thread reads a batch, a quarter of the budget but at least 64 KiB,
-    while the previous one is consumed. A block's mark is the column of its keys.
+    A connection's thread reads a batch while the previous one is consumed. A batch is a
+    quarter of the budget, from 64 KiB to 4 MiB. A block's mark is its keys' column.
     """
 
     is_ahead = True
@@ -351,7 +351,7 @@ class SQLReader(BlockReader):
         self._span = span or KeyRange()
         self._batch_bytes = max(_MIN_BATCH, min(budget // 4, _MAX_BATCH))
         self._start = self._last_read = last
-        self._pulled = 0  # rows of the last pull
+        self._pulled = 0  # rows that the latest pull returned
         self._open: tuple[Connection, Scan] | None = None
 
     def begin(self) -> None:
@@ -375,7 +375,7 @@ class SQLReader(BlockReader):
         return self.is_over
 
     async def make(self) -> PositionedBlocks:
-        """Read a batch; an error that retries cannot fix ends the range."""
+        """Read a batch, with retries; an error that remains ends the range."""
         session, key = self._session, self._session.relation.key
         bounds = [f"{key} {sign} {bound!r}" for _, sign, bound in self._span.bounds()]
         place = " and ".join(bounds) or f"every {key}"
@@ -413,7 +413,7 @@ class SQLReader(BlockReader):
         return [scanned]
 
     async def release(self, *, is_sound: bool = False) -> None:
-        """Return the connection; if ``is_sound``, its scan has ended."""
+        """Return the connection to the session; ``is_sound``: its scan has ended."""
         opened, self._open = self._open, None
         if opened is not None:
             connection, scan = opened
@@ -422,7 +422,7 @@ class SQLReader(BlockReader):
 
 
 def encoded(value: Any) -> Key:
-    """Return a key's value in the form that states and queries have."""
+    """Return a key in the form for states and queries; raise if it is NULL."""
     match value:
         case None:
             raise ValueError("it is NULL")
@@ -435,5 +435,5 @@ def encoded(value: Any) -> Key:
 
 
 def fitting(row_bytes: float, batch_bytes: int) -> int:
-    """Return how many rows of ``row_bytes`` fit into a batch, at least one."""
+    """Return how many rows of ``row_bytes`` fit into ``batch_bytes``; at least 1."""
     return max(1, min(int(batch_bytes / max(1.0, row_bytes)), _MAX_ROWS))

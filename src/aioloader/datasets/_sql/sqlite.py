@@ -1,9 +1,9 @@
 """SQLite: a few connections that read one snapshot of a file, in batches.
 
-Their read transactions start with no commit in between. In WAL mode writers continue;
-otherwise they wait until the iteration ends. SQLite types values, not columns: a column
-gets the type of its first thousand rows, or if they are all NULL, its declared type or
-that of later rows. The driver takes types from the first rows of a batch.
+Their read transactions all start between the same two commits. In WAL mode, writers
+continue; otherwise they wait until the iteration ends. SQLite types values, not
+columns. A column gets the type of its first thousand rows; if all are NULL, its
+declared type or a later value's. The driver infers types from a batch's first rows.
 """
 
 import asyncio
@@ -32,31 +32,31 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 
-_MAX_CONNECTIONS = 4  # more readers share them
+_MAX_CONNECTIONS = 4  # if there are more readers, they share connections
 _TRIES = 20
-# Without WAL, a writer locks readers out during its commit.
+# Milliseconds to wait for a lock: without WAL, commits lock readers out.
 _LOCK_WAIT = "PRAGMA busy_timeout = 5000"
 _VERSION = "PRAGMA data_version"
 _ROW_IDS = frozenset({"rowid", "oid", "_rowid_"})
 _VIEW = '"aioloader view"'
 _FIRST_ROWS = 1000
-# Columns per query for two facts of each: a result has at most 2,000 columns.
+# Columns per query, with two result columns each: a result may have 2,000.
 _MAX_COLUMNS = 500
-# Arrow's type of a key, by SQLite's.
+# Arrow types of keys, by SQLite type.
 _KEY_TYPES = {"integer": "int64", "text": "string", "blob": "binary"}
-# Without a cast, the driver's type for mixed values would depend on their order.
+# Casts by Arrow type: without them, the type of mixed values would depend on order.
 _CASTS = {"string": "CAST({} AS TEXT)", "binary": "CAST({} AS BLOB)"}
-# Arrow types, by words in a column's declaration.
+# Arrow types, by words in a column's declared type.
 _DECLARED_TYPES = {
     "int64": re.compile("INT|BOOL"),
     "string": re.compile("CHAR|CLOB|TEXT"),
     "double": re.compile("REAL|FLOA|DOUB|DEC|NUM"),
 }
-# A column declared so holds no integers.
+# A column with such a declared type contains no integers.
 _REAL = re.compile("REAL|FLOA|DOUB")
-_MAX_EXACT = 2**53  # doubles represent all smaller integers
+_MAX_EXACT = 2**53  # doubles represent all smaller integers exactly
 _ENDS = ("min", "max")
-# Keys are even if the lowest density at a probe is at least half of the highest.
+# Keys are even if the lowest density at a probe is at least half the highest.
 _PROBES, _PROBE_ROWS, _EVEN = 32, 16, 0.5
 
 
@@ -65,11 +65,11 @@ class SQLite(Session):
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
-        self._connections: dict[Connection, int] = {}  # to the number of scans
+        self._connections: dict[Connection, int] = {}  # with their number of scans
         self._types: dict[str, str] = {}  # Arrow types, by column
         self._mixed: list[str] = []  # float columns that may hold integers
-        self._row_bytes = 1  # mean, about
-        self._sorts = False  # whether a query sorts all rows: the key has no index
+        self._row_bytes = 1  # approximate mean
+        self._sorts = False  # whether queries sort all rows: the key has no index
 
     async def begin(self, partitions: int | Sequence[Key]) -> list[KeyRange]:
         count = partitions if isinstance(partitions, int) else len(partitions) + 1
@@ -81,7 +81,7 @@ class SQLite(Session):
         return await connection.run(self._divide, connection, partitions)
 
     async def join(self) -> Connection:
-        """Lend the connection with the fewest scans."""
+        """Lend a reader the connection with the fewest running scans."""
         if not self._connections:
             raise RuntimeError("the iteration is over")
         connection = min(self._connections, key=self._connections.__getitem__)
@@ -89,7 +89,7 @@ class SQLite(Session):
         return connection
 
     async def leave(self, connection: Connection, *, is_sound: bool) -> None:  # noqa: ARG002
-        """Take back a connection, on which a query may still run."""
+        """Take back a lent connection; its query may still be running."""
         if connection in self._connections:
             self._connections[connection] -= 1
 
@@ -98,7 +98,7 @@ class SQLite(Session):
         await close_all(connections)
 
     async def _take_snapshot(self) -> None:
-        """Start all transactions in one state of the file, or use one connection."""
+        """Start all transactions at one state of the file, or keep one connection."""
         connections, witness = [*self._connections], Connection(self.address)
         try:
             for _ in range(_TRIES):
@@ -120,8 +120,8 @@ class SQLite(Session):
     def scan(
         self, connection: Connection, span: KeyRange, last: Key | None, batch_bytes: int
     ) -> Scan:
-        """Yield the rows of a range; restart the query to change its batch size."""
-        # A query that sorts would sort again at each restart.
+        """Yield the batches of a range; restart the query to change their size."""
+        # A query that sorts would sort again after each restart.
         count = fitting(self._row_bytes, batch_bytes) if self._sorts else 1
         while True:
             before, is_again = last, last is not None
@@ -149,12 +149,12 @@ class SQLite(Session):
                     else:
                         return
                 except OSError as exc:
-                    # A value of another type: restart, so that the driver infers again.
+                    # A value of another type: a restart makes the driver infer again.
                     if "Type mismatch" not in str(exc) or last == before:
                         raise
 
     def _rows(self, batch: "pa.RecordBatch") -> Block:
-        """Return the rows of a batch; a row with invalid UTF-8 is a failure."""
+        """Return a batch's rows; one with invalid UTF-8 becomes a FailedSample."""
         if _is_valid(batch):
             return super()._rows(batch)
         texts = [n for n in batch.schema.names if not _is_valid(batch.select([n]))]
@@ -228,8 +228,8 @@ class SQLite(Session):
         self._row_bytes = int(sum(8 + float(mean or 0) for mean in row[1::2])) + 1
 
     def _facts(self, connection: Connection, names: Sequence[str]) -> Sequence[Any]:
-        """Return the types and the mean length of each column in the first rows."""
-        # In a subquery, so that a blob's length does not require reading the blob.
+        """Return two facts per column, from the first rows: types and mean length."""
+        # In a subquery, SQLite gets the length of a blob without reading the blob.
         facts = ", ".join(
             f"typeof({column(name)}) AS t{n}, length({column(name)}) AS l{n}"
             for n, name in enumerate(names)
@@ -243,16 +243,16 @@ class SQLite(Session):
         return row
 
     def _later_type(self, connection: Connection, name: str, declared: str) -> str:
-        """Return the type of a column's first value that is not NULL."""
+        """Return the Arrow type of a column's first value that is not NULL."""
         condition = f"WHERE {column(name)} IS NOT NULL LIMIT 1"
         row = self._query_row(connection, f"typeof({column(name)})", condition)
-        # A view declares untyped columns as BLOB: used only if there is no value.
+        # Views declare untyped columns as BLOB, so use that only if there is no value.
         default = "binary" if "BLOB" in declared else "double"
         return _type_of(row[0], "") if row else default
 
     def _check_key(self, connection: Connection) -> None:
         self._refuse_keys(connection, "IS NULL", "NULL")
-        # Values are sorted by type, so both ends show whether all have one.
+        # Values sort by type first, so the ends share a type only if all keys do.
         ends = [
             self._query_row(connection, f"typeof({end}({self._key}))") for end in _ENDS
         ]
@@ -261,7 +261,7 @@ class SQLite(Session):
             self._refuse_types(kinds)
         (self._key_type,) = kinds
         if self._key_type == "text":
-            # An empty SELECT of the key itself provides its collation.
+            # Through the empty SELECT, the UNION uses the key's collation.
             nothing = self.relation.select(f"{self._key} AS k", "WHERE 1 = 0")
             texts = f"{nothing} UNION SELECT 'a' UNION SELECT 'A' UNION SELECT 'a '"
             distinct = select("count(*)", f"({texts})")
@@ -275,7 +275,7 @@ class SQLite(Session):
         )
 
     def _conformed(self, batch: "pa.RecordBatch") -> "pa.RecordBatch":
-        """Return a batch with the planned types."""
+        """Return a batch with the planned types; raise if a column does not fit."""
         import pyarrow as pa  # noqa: PLC0415  (an optional dependency)
 
         names = batch.schema.names
@@ -289,7 +289,7 @@ class SQLite(Session):
             elif array.null_count == len(array):
                 arrays.append(pa.nulls(len(array), field.type))
             elif array.type == pa.int64() and field.type == pa.float64():
-                # As SQLite does; `_check_digits` checks the result.
+                # SQLite converts like this too; `_check_digits` checks the result.
                 arrays.append(array.cast(field.type, safe=False))
             else:
                 raise ValueError(
@@ -300,7 +300,7 @@ class SQLite(Session):
         return pa.RecordBatch.from_arrays(arrays, schema=schema)
 
     def _check_digits(self, connection: Connection, batch: "pa.RecordBatch") -> None:
-        """Check that no integer changes its value as a float."""
+        """Raise if an integer in a float column changes its value as a float."""
         from pyarrow import compute  # noqa: PLC0415  (an optional dependency)
 
         for name in self._mixed:
@@ -309,7 +309,7 @@ class SQLite(Session):
                 continue
             keys, col = batch.column(self.relation.key), column(name)
             bounds = [self._key_value(encoded(keys[end].as_py())) for end in (0, -1)]
-            # SQLite compares an integer with a float exactly.
+            # SQLite compares integers with floats exactly.
             more = f"WHERE {self._key} BETWEEN ? AND ? AND {col} <> CAST({col} AS REAL)"
             if row := self._query_row(connection, col, f"{more} LIMIT 1", *bounds):
                 raise ValueError(
@@ -319,7 +319,7 @@ class SQLite(Session):
                 )
 
     def _cuts(self, connection: Connection, partitions: int) -> list[Key]:
-        """Return cuts at even distances; for uneven keys by rank, reading all twice."""
+        """Return cuts at equal distances, or by rank (two passes) for uneven keys."""
         is_simple = self._key_type == "integer" and not self.relation.is_query
         if is_simple and (even := self._even_cuts(connection, partitions)):
             return even
@@ -332,8 +332,8 @@ class SQLite(Session):
         return [*dict.fromkeys(cuts)]
 
     def _even_cuts(self, connection: Connection, partitions: int) -> list[Key] | None:
-        """Return cuts at even distances; None if the keys are uneven."""
-        # For min and max in one query, SQLite would read all rows instead of two.
+        """Return cuts at equal key distances; None if the keys are uneven or few."""
+        # One query for both min and max would make SQLite read all rows instead of two.
         ends = [self._query_row(connection, f"{end}({self._key})") for end in _ENDS]
         (first,), (last,) = ends
         if first is None or last - first < partitions * _PROBES * _PROBE_ROWS:
@@ -349,18 +349,18 @@ class SQLite(Session):
         return [first + width * n // partitions for n in range(1, partitions)]
 
     def _nth(self, connection: Connection, since: Any, rank: int) -> Any:
-        """Return the key at ``rank`` of those from ``since`` on, or None."""
+        """Return the key ``rank`` places after the first one >= ``since``, or None."""
         order, values = f"ORDER BY {self._key} LIMIT 1 OFFSET ?", [rank]
         if since is not None:
             order, values = f"WHERE {self._key} >= ? {order}", [since, rank]
         row = self._query_row(connection, self._key, order, *values)
-        if row and isinstance(row[0], float):  # sorted among the integers
+        if row and isinstance(row[0], float):  # SQLite sorts it among the integers
             self._refuse_types(("integer", "real"))
         return row and row[0]
 
 
 def _is_valid(batch: "pa.RecordBatch") -> bool:
-    """Return whether all text is UTF-8, which the driver does not check."""
+    """Return whether all text is valid UTF-8, which the driver does not check."""
     try:
         batch.validate(full=True)
     except ValueError:
@@ -369,13 +369,13 @@ def _is_valid(batch: "pa.RecordBatch") -> bool:
 
 
 def _start(connection: Connection) -> None:
-    """Start a transaction; the first read takes its snapshot."""
+    """Start a transaction, and read a row so that it takes its snapshot now."""
     connection.fetch("BEGIN")
     connection.fetch("SELECT 1 FROM sqlite_master LIMIT 1")
 
 
 def _type_of(kinds: str, declared: str) -> str:
-    """Return the Arrow type for comma-separated SQLite types; empty if only NULLs."""
+    """Return the Arrow type for comma-separated SQLite types; "" if unknown."""
     classes = set(kinds.split(",")) - {"null", ""}
     for name, kind in (("blob", "binary"), ("text", "string"), ("real", "double")):
         if name in classes:

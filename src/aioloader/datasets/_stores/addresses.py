@@ -1,9 +1,9 @@
-"""Addresses of shards: their store and key, their patterns, and labels for display.
+"""Addresses of shards: parsing into store and key, patterns, and labels for messages.
 
-``spell`` makes an address of a listed key, and ``split`` returns the same key, whatever
-characters it has. Patterns follow ``glob``: ``*``, ``?`` and ``[...]`` match within one
-segment and no leading dot; a segment ``**`` matches any number of segments. An address
-with a user, a password or a query is a ``SecretURL``.
+``spell`` makes an address from a listed key; ``split`` recovers the key. Patterns
+follow ``glob``: ``*``, ``?`` and ``[...]`` match within one segment, but not a leading
+dot. The segment ``**`` matches any number of segments. An address that contains a
+secret (a user, a password or a query) is a ``SecretURL``.
 """
 
 import contextlib
@@ -18,28 +18,28 @@ from urllib.parse import quote, unquote
 from aioloader.datasets._stores.failures import file_failure
 from aioloader.datasets._stores.redact import redact_key, redact_url, seal_url
 
-# A ``SecretURL`` if it holds a secret.
+# A path or URL; a ``SecretURL`` if it contains a secret.
 Address: TypeAlias = str
 
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
-# Paths that decoding and encoding would change, or that obstore rejects as keys.
+# URL paths that change when decoded and re-encoded, or that obstore rejects as keys.
 _NOT_A_KEY = re.compile(r"%2F|%5C|%0|%1|//|(^|/)(\.|%2E){1,2}(/|$)|/$", re.IGNORECASE)
-# Hosts on which the first segment of the path is the bucket.
+# Hosts whose URLs have the bucket as the first segment of the path.
 _BUCKET_FIRST = re.compile(
     r"s3[.-](.*\.)?amazonaws\.com|.*\.r2\.cloudflarestorage\.com|"
     r".*\.(blob|dfs)\.(core\.windows\.net|fabric\.microsoft\.com)"
 )
 _ENCODED_SIGN = re.compile(r"%(2A|3F|5B)", re.IGNORECASE)
 _SIGN = re.compile(r"\[(?>!?\]?)[^\]]*\]|\*+|.", re.DOTALL)
-# Any number of folders that are not hidden.
+# A regular expression for any number of folders that are not hidden.
 _FOLDERS = r"(?:(?!\.)[^/]+/)*"
-# Errors for paths that do not exist, and dangling links.
+# The errno values for paths that do not exist and for dangling links.
 _ABSENT = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP}
 _SPECIAL = re.compile(r"[^A-Za-z0-9/._~=+-]")
 
 
 def sealed(addresses: Any) -> list[Address]:
-    """Return the addresses or patterns of a user, with secrets hidden."""
+    """Check a user's addresses or patterns; return them with secrets sealed."""
     if isinstance(addresses, (str, os.PathLike)):
         addresses = [addresses]
     if isinstance(addresses, bytes) or not isinstance(addresses, Iterable):
@@ -65,7 +65,7 @@ def sealed(addresses: Any) -> list[Address]:
 
 
 def is_local(address: Address) -> bool:
-    """Return whether an address is a path, or a ``file://`` URL."""
+    """Return whether an address is a path or a ``file://`` URL."""
     return not _SCHEME.match(address) or address[:7].lower() == "file://"
 
 
@@ -82,10 +82,10 @@ def path_of(address: str) -> str:
 
 
 def split(address: Address) -> tuple[Address, str]:
-    """Return the URL of an address's store, and the key in it.
+    """Return the URL of an address's store, and the decoded key in that store.
 
-    An HTTP URL that is signed, or whose path is no valid key, is a store of its own,
-    with an empty key.
+    An HTTP URL with a query, or whose path is not a valid key, is not split: the URL
+    itself is the store, and the key is empty.
     """
     root, path, is_whole = _split(address)
     if is_whole:
@@ -94,15 +94,15 @@ def split(address: Address) -> tuple[Address, str]:
 
 
 def spell(root: Address, key: str) -> Address:
-    """Return the address of a listed key, the inverse of ``split``.
+    """Return the address of a listed key; ``split`` is the inverse.
 
-    Except over HTTP if the key has a backslash: that URL is a store of its own.
+    The exception is an HTTP key with a backslash: ``split`` keeps that URL whole.
     """
     return seal_url(f"{root}/{quote(key) if _SPECIAL.search(key) else key}")
 
 
 def _split(url: str) -> tuple[str, str, bool]:
-    """Return the store's URL, the encoded path, and whether the URL is one store."""
+    """Return the store's URL, the encoded path, and whether not to split the URL."""
     scheme, _, rest = url.partition("://")
     is_web, query = scheme.lower() in {"http", "https"}, ""
     if is_web:
@@ -116,7 +116,7 @@ def _split(url: str) -> tuple[str, str, bool]:
 
 
 def name_of(address: Address) -> str:
-    """Return the full name of a shard, decoded, without account and query."""
+    """Return a shard's decoded path or URL, without user, password and query."""
     if "://" not in address:
         return address
     if is_local(address):
@@ -126,14 +126,14 @@ def name_of(address: Address) -> str:
 
 
 def sibling(address: Address, rename: Callable[[str], str]) -> Address:
-    """Return the address of a file with another path, and the same query."""
+    """Return ``address`` with ``rename`` applied to all but its query and fragment."""
     is_web = address[:4].lower() == "http" and _SCHEME.match(address)
     length = len(re.split("[?#]" if is_web else r"\Z", address, maxsplit=1)[0])
     return seal_url(rename(address[:length]) + address[length:])
 
 
 def shown_address(address: Address) -> str:
-    """Return an address or a pattern, redacted for display."""
+    """Return the repr of an address or pattern, with secrets removed."""
     return repr(str(address) if is_local(address) else redact_url(address))
 
 
@@ -147,7 +147,7 @@ def braces(pattern: Address) -> Iterator[Address]:
     r"""Expand ``{a,b}`` and ``{000..127}``, as bash does; ``\{`` is a literal brace."""
     if "{" not in pattern:
         return iter([pattern])
-    from braceexpand import braceexpand  # noqa: PLC0415  (only where there are any)
+    from braceexpand import braceexpand  # noqa: PLC0415  (only if needed)
 
     try:
         return map(seal_url, [*braceexpand(pattern)])
@@ -158,7 +158,7 @@ def braces(pattern: Address) -> Iterator[Address]:
 def pattern_of(address: Address) -> tuple[Address, str] | None:
     """Return the store's URL and a pattern for its keys; None for a plain address.
 
-    In an HTTP URL, only ``*`` makes the path a pattern.
+    An HTTP URL is a pattern only if its path contains ``*``.
     """
     root, path, _ = _split(address)
     is_web = root[:4].lower() == "http"
@@ -180,7 +180,7 @@ def local_pattern(address: str) -> str:
 
 
 def _bracketed(sign: "re.Match[str]") -> str:
-    """Return the pattern for an encoded special character, which is literal."""
+    """Return the pattern that matches a percent-encoded ``*``, ``?`` or ``[``."""
     return f"[{unquote(sign[0])}]"
 
 
@@ -189,25 +189,25 @@ def has_signs(pattern: str) -> bool:
 
 
 def folder_of(pattern: str) -> str:
-    """Return the folder of all matches, without a trailing slash."""
+    """Return the folder that contains all matches, without a trailing slash."""
     return re.split(r"[*?[]", pattern, maxsplit=1)[0].rpartition("/")[0]
 
 
 def globbed(pattern: str, folder: str) -> tuple[list[str], int]:
-    """Return the matching files below ``folder``, sorted, and the number of folders."""
+    """Return the matching files below ``folder``, sorted, and a count of folders."""
     try:
-        # A dict, because two segments ** yield a path twice.
+        # A dict, because a pattern with two ** segments yields some paths twice.
         matches = dict(_walk(pattern, folder))
     except OSError as error:
         raise file_failure(error.filename, error) from error
-    matches.pop("", None)  # yielded by the pattern **
-    # A dangling link is kept, so that reading it fails visibly.
+    matches.pop("", None)  # the pattern ** yields the folder itself
+    # Dangling links count as files, so that reading them raises an error.
     files = [path for path, is_folder in matches.items() if not is_folder]
     return sorted(files), len(matches) - len(files)
 
 
 def _walk(pattern: str, folder: str) -> Iterator[tuple[str, bool]]:
-    """Yield (path, is folder) as ``glob`` does, but raise for an unlistable folder."""
+    """Yield (path, is_folder) like ``glob``, but raise if a folder cannot be listed."""
     above, name = os.path.split(pattern) if has_signs(pattern) else ("", pattern)
     parents: Iterable[str] = [above]
     if has_signs(above):
@@ -226,7 +226,7 @@ def _walk(pattern: str, folder: str) -> Iterator[tuple[str, bool]]:
         if is_deep and os.path.isdir(root or "."):  # noqa: PTH112
             yield start, True
         below = [""]
-        for inner in below:  # grows meanwhile
+        for inner in below:  # the loop body appends to it
             here = start + inner
             with _ignore_absent(), os.scandir(root + inner or ".") as entries:
                 for entry in entries:
@@ -270,14 +270,14 @@ def matching(keys: Iterable[str], pattern: str) -> list[str]:
 
 
 def _segment(pattern: str) -> str:
-    """Return a regular expression for a segment, without exponential backtracking."""
+    """Return a segment's regular expression, which cannot backtrack exponentially."""
     if not has_signs(pattern):
         return re.escape(pattern)
     chunks = [""]
     for sign in _SIGN.findall(pattern):
         if sign.startswith("*"):
             chunks.append("")
-        elif len(sign) > 1:  # a set; without the end-of-string anchor
+        elif len(sign) > 1:  # a set [...]; [:-2] drops the end-of-string anchor
             chunks[-1] += f"(?!/){fnmatch.translate(sign)[:-2]}"
         else:
             chunks[-1] += "[^/]" if sign == "?" else re.escape(sign)

@@ -1,9 +1,9 @@
-"""The bytes of one object or file: single ranges, or a stream that is read ahead.
+"""Readers for the bytes of an object or file: single ranges, or a prefetched stream.
 
-Every response must have the first one's version, and the length requested. With a
-cache, a stream is read in aligned blocks, which all processes share; a table's ranges
-are cached as they are. Cache keys include the object's version, which costs a small
-request per object and reader; tables trust it for ten minutes.
+All responses for an object must have the same version and the requested length. With a
+cache, streams are read in aligned blocks, which processes share; a table's ranges are
+cached as requested. Cache keys include the object's version. Each stream requests it
+once, with one byte; tables reuse a version for ten minutes.
 """
 
 import asyncio
@@ -48,37 +48,37 @@ if TYPE_CHECKING:
     from aioloader.datasets._stores.listing import Listing
 
 _CACHE_BLOCK = 4 << 20
-# Seconds for which the version of a table's file is trusted.
+# Seconds for which a cached version of a table's file is not requested again.
 _FRESH_SECONDS = 600.0
-_MAX_RANGED = 1 << 16  # entries of ``Client.ranged``
+_MAX_RANGED = 1 << 16  # maximum entries of ``Client.ranged``
 _WARNED: set[tuple[str, str]] = set()
-# Bytes of a piece: one request of a stream.
+# Bytes of a piece, which is what one request of a stream returns.
 _MIN_PIECE, _MAX_PIECE = 1 << 16, 8 << 20
-# Pieces in flight per object besides the one being parsed; a small budget has fewer,
-# rather than pieces below ``_WORTHWHILE`` bytes.
+# Pieces in flight per object besides the one being parsed. With a small budget, their
+# number is reduced before their size falls below ``_WORTHWHILE`` bytes.
 _MAX_AHEAD, _WORTHWHILE = 15, 1 << 20
-# If the quickest request takes longer, the store is far: the whole budget is requested.
+# If even the fastest request takes longer, the store is far: request the whole budget.
 _FAR_SECONDS = 0.02
-# From a near store, ``Client.ahead`` pieces are requested. That doubles if waits for
-# ``_WAITS`` pieces take over half of the time, and 3/4 of the waits before doubling.
+# From a near store, ``Client.ahead`` pieces are requested. The number doubles if waits
+# take over half of the time of ``_WAITS`` pieces, and the last doubling saved 1/4.
 _WAITS, _MIN_WAITING, _MAX_REMAINING = 32, 0.5, 0.75
-# A shard that nothing was pulled from yet may request ``budget // START_DIVISOR``.
+# Before its first read, a shard may request ``budget // START_DIVISOR`` bytes.
 START_DIVISOR = 8
 T = TypeVar("T")
 
-# Of a file: a piece to parse, which fits a core's cache; the bytes of a thread call.
+# Of a local file: bytes of a piece (fits a core's cache), and bytes per thread call.
 _FILE_PIECE, _FILE_PIECES = 1 << 19, 1 << 22
 
 
 class Client:
-    """The state that requests of one dataset share on one event loop.
+    """The state shared by all requests of one dataset on one event loop.
 
     Attributes:
-        listings: The last listing of each root and folder.
-        users: Iterations, or contexts of the dataset, that are open on this loop.
-        ranged: Hashes of objects of which the server sent a range.
-        soonest: Seconds of the quickest request.
-        ahead: Pieces that a reader of a near store requests ahead.
+        listings: The latest listing of each (store URL, folder).
+        users: How many iterations or contexts of the dataset are open on this loop.
+        ranged: Hashes of the objects for which the server has honoured a range.
+        soonest: Duration of the fastest request, in seconds.
+        ahead: How many pieces a reader of a near store requests ahead.
     """
 
     def __init__(self, policy: Requests) -> None:
@@ -88,12 +88,12 @@ class Client:
         self.ranged: set[int] = set()
         self.soonest: float = math.inf
         self.ahead: int = 2
-        # Seconds waited for the latest pieces; in total with half as many ahead.
+        # Seconds waited for each recent piece; the total before ``ahead`` last doubled.
         self._waits, self._before = list[float](), math.inf
         self._since = time.perf_counter()
 
     def note(self, waited: float) -> None:
-        """Adapt ``ahead`` to the seconds waited for a piece."""
+        """Record the seconds waited for a piece, and adapt ``ahead``."""
         self._waits.append(waited)
         if len(self._waits) < _WAITS:
             return
@@ -105,7 +105,7 @@ class Client:
             self._before = math.inf
 
     def listed(self, root: "Address | None", key: str) -> Version | None:
-        """Return an object's version by the last listing: its size, if not 0."""
+        """Return a version with an object's listed size; None if unlisted or empty."""
         for (listed_root, folder), listing in self.listings.items():
             is_in = listed_root == root and key.startswith(folder)
             if is_in and (size := listing.size_of(key)):
@@ -114,7 +114,7 @@ class Client:
 
 
 class StoredObject:
-    """One object of a store; with a cache, it is fetched by aligned blocks."""
+    """One object of a store; with a cache, it is fetched in aligned blocks."""
 
     def __init__(
         self,
@@ -134,18 +134,18 @@ class StoredObject:
         return self._store.locate(self._key)
 
     def whole(self, size: int) -> "Awaitable[Bytes | bytes | memoryview]":
-        """Read the whole object: a read-only buffer, owned by the caller."""
+        """Read the whole object into a read-only buffer, which the caller owns."""
         store, key = self._store, self._key
         attempt = lambda: store.ask(key, store.whole(key, size))  # noqa: E731
         return self.client.tries.make(attempt, store, key)
 
     def stream(self) -> WholeObject:
-        """Return a reader from the first byte on, for a server without ranges."""
-        assert isinstance(self._store, ObstoreStore)  # all others have ranges
+        """Return a reader of the whole object, for a server without ranges."""
+        assert isinstance(self._store, ObstoreStore)  # other stores support ranges
         return WholeObject(self._store, self._key, self.client.tries)
 
     async def fetch(self, start: int, stop: int, version: Version | None) -> Piece:
-        """Return a range, at ``version`` if given; less at the object's end."""
+        """Return a range, of ``version`` if given; it is cut at the object's end."""
         if self._cache is None:
             return await self._request(start, stop, version)
         now = version
@@ -160,7 +160,7 @@ class StoredObject:
         return Piece(parts[0] if len(parts) == 1 else b"".join(parts), now)
 
     async def read(self, start: int, stop: int, version: Version) -> Buffer:
-        """Return a range at a version, from the cache if it has exactly this range."""
+        """Return a range of ``version``, from the cache if that has the same range."""
         if self._cache is None or version.e_tag is None:
             return (await self._request(start, stop, version)).data
         size, e_tag, modified = version
@@ -170,7 +170,7 @@ class StoredObject:
         if data is None:
             try:
                 data = (await self._request(start, stop, version)).data
-            except DatasetError:  # it may have changed
+            except DatasetError:  # the object may have changed: forget the version
                 await self._put_cached("version", b"[0]")
                 raise
             if len(memoryview(data)) == min(stop, size) - start:
@@ -178,7 +178,7 @@ class StoredObject:
         return data
 
     async def version(self, expected: Version | None) -> Version:
-        """Return the object's version: a recently cached one, or the current one."""
+        """Return the object's version, from the cache if recent, or by a request."""
         kept = json.loads(await self._get_cached("version") or "[0]")
         if abs(time.time() - kept[0]) < _FRESH_SECONDS:
             version = Version(*kept[1:])
@@ -191,7 +191,7 @@ class StoredObject:
         return version
 
     async def _request_version(self, expected: Version | None) -> Version:
-        """Return the current version; warn once if nothing can be cached."""
+        """Request the current version; warn if it shows that nothing can be cached."""
         try:
             version = (await self._request(0, 1, expected)).version
         except NoRangesError:
@@ -245,7 +245,7 @@ class StoredObject:
 
 
 def warn_once(cache: CacheDir, label: str, reason: str) -> None:
-    """Warn that a cache keeps nothing of a store; once per process for both."""
+    """Warn once per cache and store that the cache holds none of its objects."""
     if (cache.directory, label) not in _WARNED:
         _WARNED.add((cache.directory, label))
         warn(
@@ -256,7 +256,7 @@ def warn_once(cache: CacheDir, label: str, reason: str) -> None:
 
 
 class ObjectBytes:
-    """Streams an object by ranged requests, or by one if the server has no ranges."""
+    """Streams an object by ranged requests, or by one request if ranges fail."""
 
     def __init__(
         self,
@@ -273,7 +273,7 @@ class ObjectBytes:
         self._start = self._read = self._sent = start  # bytes delivered, and requested
         self._is_over = start >= self._stop
         largest = max(budget // _MAX_AHEAD, min(budget // 4, _WORTHWHILE))
-        # A power of two, because pieces end at its multiples.
+        # A power of two: pieces end at its multiples.
         largest = 1 << max(_MIN_PIECE, min(_MAX_PIECE, largest)).bit_length() - 1
         self._largest, self._length = largest, _MIN_PIECE
         if object.block:
@@ -289,12 +289,12 @@ class ObjectBytes:
         )
 
     def begin(self) -> None:
-        """Send the first, small request, whose response has the object's size."""
+        """Send the first request, whose response also reports the object's size."""
         if self.version is None and not (self._pieces or self._is_over):
             self._request()
 
     async def read(self) -> Buffer:
-        """Return the next piece, valid until the next call; empty at the end."""
+        """Return the next piece, or no bytes at the end; valid until the next call."""
         if self._whole is not None:
             return await self._next_chunk(self._whole)
         self.begin()
@@ -322,17 +322,17 @@ class ObjectBytes:
         return piece.data
 
     def is_draining(self) -> bool:
-        """Return whether all is requested, and half of the window is free."""
+        """Return whether all bytes are requested and half of the window is free."""
         is_all = self._is_over or (self.version is not None and self._sent >= self._end)
         return is_all and self._sent - self._read <= self._max_window // 2
 
     def bytes_ahead(self) -> int | None:
-        """Return the bytes held or in flight; None while the size is unknown."""
+        """Return how many bytes are held or in flight; None until the size is known."""
         is_known = self.version is not None or self._is_over
         return self._sent - self._read if is_known else None
 
     async def aclose(self) -> None:
-        """Cancel the requests in flight, and send no more."""
+        """Cancel the requests in flight; later reads send none."""
         self._is_over = True
         pieces, self._pieces = self._pieces, deque()
         await cancel(pieces)
@@ -359,12 +359,12 @@ class ObjectBytes:
                 self._request()
 
     def _next(self) -> int:
-        """Return the end of the next piece: aligned, like blocks of a cache."""
+        """Return the offset where the next piece ends, aligned like cache blocks."""
         return min(self._sent - self._sent % self._length + self._length, self._end)
 
     def _request(self) -> None:
         start, self._sent = self._sent, self._next()
-        # Sizes grow, so that requests sent together do not all arrive together.
+        # Sizes grow from piece to piece, so that responses do not all arrive at once.
         self._length = min(self._largest, max(2 * self._length, self._largest // 8))
         self._pieces.append(asyncio.create_task(self._get(start, self._sent)))
 
@@ -379,14 +379,14 @@ class ObjectBytes:
         return piece
 
     def _learn(self, version: Version) -> None:
-        """Check the first response's version, which later pieces must have."""
+        """Store the first response's version, after checking it; ignore later ones."""
         if self.version is None:
             self._expected.check(self._object.location, version, self._start)
             self.version = version
 
 
 class FileBytes:
-    """Streams a file, opened by ``aiofiles`` and read into one buffer."""
+    """Streams a local file through one buffer, by reads in a thread."""
 
     def __init__(
         self,
@@ -399,7 +399,7 @@ class FileBytes:
         self.version: Version | None = None  # until the file is open
         self._path, self._expected = path, expected
         self._offset, self._stop = start, sys.maxsize if stop is None else stop
-        # Bytes per thread call; parsed data needs room besides the buffer.
+        # Bytes per thread call; the other half of the budget is for parsed data.
         self.at_once: int = max(_MIN_PIECE, min(_FILE_PIECES, budget // 2))
         self._length = min(_FILE_PIECE, self.at_once)
         self._buffer = memoryview(b"")
@@ -415,10 +415,10 @@ class FileBytes:
         return await self.use(lambda read: read())
 
     async def use(self, function: Callable[[Callable[[], Buffer]], T]) -> T:
-        """Run ``function`` with a function that reads the next piece, in one thread.
+        """Run ``function`` in a thread; its argument is a function that reads a piece.
 
-        A piece is valid until the next is read. One thread call is cheaper than one per
-        piece, and keeps pieces in that core's cache.
+        A piece is valid until the next is read. One thread call for several pieces is
+        cheaper than one per piece, and keeps the pieces in that core's cache.
         """
         await self.open()
         return await in_thread(function, self.read_here)
@@ -439,7 +439,7 @@ class FileBytes:
             await finish_despite_cancel(asyncio.ensure_future(file.close()))
 
     async def _open(self) -> None:
-        # Unbuffered: large reads need no second copy.
+        # Unbuffered, so that large reads are not copied twice.
         self._file = await aiofiles.open(self._path, "rb", buffering=0, opener=opener)
         version = version_of_file(self._file.fileno())
         if self._offset or self._expected is not ANY_VERSION:
@@ -449,19 +449,19 @@ class FileBytes:
             await self._file.seek(self._offset)
 
     def read_here(self, cached: int = 0) -> Any:
-        """Return the next piece of the open file, which must be unchanged. Blocks.
+        """Return the next piece of the open file; raise if the file changed. Blocks.
 
-        With ``cached``, return at most so many bytes, without blocking: None unless
-        they are in the page cache.
+        If ``cached`` is not 0, return at most ``cached`` bytes from the page cache,
+        without blocking; None if the page cache has none.
         """
         assert self.version is not None
         size, limit = self.version.size, min(cached or self._length, self._length)
         if not self._buffer:
-            # Not mapped: malloc keeps a freed block of this size for samples, which
-            # otherwise cost up to a page fault per 4 KB.
+            # Not a mapping: malloc reuses a freed block of this size for samples, whose
+            # memory would otherwise cost up to one page fault per 4 KB.
             self._buffer = np.empty(min(_FILE_PIECES, size), np.uint8).data
         count = min(limit, max(0, self._stop - self._offset))
-        # The methods of aiofiles' file would use another thread.
+        # Methods of the aiofiles object would call another thread.
         file: int = self._file.fileno()
         try:
             read = _read_cached if cached else _read_into
@@ -484,7 +484,7 @@ def _read_into(file: int, buffer: memoryview) -> int:
 
 
 def _read_cached(file: int, buffer: memoryview) -> int | None:
-    """Read from the page cache; None if nothing is there, or it cannot be checked."""
+    """Read from the page cache; None if nothing is cached or it is unsupported."""
     try:
         # -1: from the current position. Linux 5.9 and 5.10 may return 0 anywhere.
         return os.preadv(file, [buffer], -1, os.RWF_NOWAIT) or None
@@ -493,14 +493,14 @@ def _read_cached(file: int, buffer: memoryview) -> int | None:
 
 
 def bounds(start: int, stop: int, size: int) -> tuple[int, int]:
-    """Resolve a negative start, and a stop of 0, against a size."""
+    """Resolve a negative ``start`` and a ``stop`` of 0 (the end) against ``size``."""
     return max(0, start + size) if start < 0 else start, stop or size
 
 
 def read_local(
     path: str, start: int, stop: int, version: Version | None
 ) -> tuple[bytes, Version]:
-    """Return a range of a local file, and its version, like ``Storage.part``."""
+    """Return a range of a local file, and the file's version; see ``Storage.part``."""
     try:
         with open(path, "rb", buffering=0, opener=opener) as file:
             current = version_of_file(file.fileno())
@@ -514,7 +514,7 @@ def read_local(
 
 
 def checked(data: bytes, expected: int, location: str) -> bytes:
-    """Return ``data``, or raise if it has not the ``expected`` length."""
+    """Return ``data``; raise if its length is not ``expected``."""
     if len(data) != expected:
         raise truncated(
             location, expected, len(data), ": it was rewritten; start again"

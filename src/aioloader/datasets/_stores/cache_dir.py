@@ -1,9 +1,9 @@
-"""A directory of immutable byte strings by key: a cache that processes share.
+"""A cache directory of immutable byte strings by key, shared by processes.
 
-An entry is a file, renamed when complete, so readers see all of it or nothing. Nothing
-is synced to disk: an entry torn by a power cut fails its checksum, and counts as
-missing. A process that has added 1/32 of the limit (alone: all of it) scans the
-directory under a lock, and evicts the least recently used entries down to 7/8.
+Each entry is a file, renamed when complete, so readers see all of it or nothing. Files
+are not synced to disk: an entry torn by a power cut fails its checksum, and counts as
+missing. A process scans the directory, under a lock, after it has added 1/32 of the
+limit (all of it if alone). Scans evict the least recently used entries down to 7/8.
 """
 
 import contextlib
@@ -26,40 +26,40 @@ from typing_extensions import Buffer
 from aioloader._base.forks import fork_safe
 from aioloader._base.warnings import warn
 
-# Magic and format version, digest of the key, length of the data; then the checksum of
-# these fields and the data.
+# An entry's header: magic number with format version, digest of the key, length of the
+# data; then a checksum of these fields and the data.
 _FIELDS = struct.Struct("<8s32sQ")
 _CHECKSUM = struct.Struct("<I")
 _HEADER_BYTES = _FIELDS.size + _CHECKSUM.size
 _MAGIC = b"aiolc\r\n\1"
-# The format is part of the digest, so other versions never find these entries.
+# Digests depend on the format, so other format versions never find these entries.
 _PERSON = b"aioloader 1"
-# Seconds between updates of an entry's time of use; pause after a failed write.
+# Seconds between updates of an entry's time of use, and of pause after a failed write.
 _TOUCH_SECONDS = _PAUSE_SECONDS = 60.0
-# Of several processes, each scans after adding this fraction of the limit.
+# Each of several processes scans after adding 1/32 of the limit.
 _SCAN_FRACTION = 32
-# Locked by the process that scans; its modification time is that of the latest scan.
+# The scanning process locks this file; its modification time is the latest scan's.
 _SCAN_FILE = ".aioloader-scan"
 
 _FOLDER = re.compile(r"[0-9a-f]{2}")
 _ENTRY = re.compile(r"[0-9a-f]{62}")
 _TEMPORARY = re.compile(r"\.[0-9a-f]{62}\.(\d{1,9})\.[0-9a-f]{16}\.tmp")
-# Seconds after which a temporary file is removed: if its process is gone; in any case,
-# since a writer in another container has a meaningless pid here.
+# Age in seconds at which a temporary file is removed: if its process has ended; in any
+# case, because the pid of a process in another container means nothing here.
 _DEAD_AGE, _MAX_AGE = 60.0, 3600.0
 
 
 class CacheDir:
-    """Byte strings in a directory of limited size; the least recently used are evicted.
+    """A directory of byte strings with a size limit and least-recently-used eviction.
 
-    All methods block: call them in threads. Threads and forked processes may share an
-    object, and it may be pickled. The bytes of a key must never change. Only hashes of
-    keys are stored, because they may be signed URLs. The directory is created if
-    missing; other files in it are left alone.
+    All methods block: call them in threads. Threads and forked processes may share a
+    ``CacheDir``, and it can be pickled. The bytes of a key must never change. Only
+    hashes of keys are stored, because keys may be signed URLs. The directory is created
+    if missing; foreign files in it are neither counted nor removed.
 
-    The limit counts the lengths of all files, each 52 bytes longer than its data. It
-    may be exceeded by 1/32 per process, and by entries being written. If a write fails
-    (disk full, no permission), there is one warning, and writes pause for a minute.
+    The limit applies to the sum of file lengths; each file has 52 bytes more than its
+    data. Each process may overshoot by 1/32, and by entries being written. After a
+    failed write (disk full, no permission), writes pause for a minute. Warns once.
     """
 
     def __init__(self, directory: str | os.PathLike[str], max_bytes: int) -> None:
@@ -70,8 +70,8 @@ class CacheDir:
         self._has_warned = False
         self._paused_until = 0.0
         self._lock = fork_safe(threading.Lock())
-        self._room, self._pid = 0, os.getpid()  # bytes to add before the next scan
-        self._scanned = -1  # time of the latest scan here
+        self._room, self._pid = 0, os.getpid()  # bytes left before the next scan
+        self._scanned = -1  # time of this process's latest scan
 
     def get(self, key: str) -> bytes | None:
         """Return the data of ``key``, or None; a damaged entry is deleted."""
@@ -90,7 +90,7 @@ class CacheDir:
         return data
 
     def put(self, key: str, data: Buffer) -> None:
-        """Store ``data`` under ``key`` if possible; evict others if needed."""
+        """Store ``data`` under ``key`` if possible; may evict other entries."""
         view = memoryview(data).cast("B")
         size = _HEADER_BYTES + len(view)
         if size > self.max_bytes or time.monotonic() < self._paused_until:
@@ -110,9 +110,9 @@ class CacheDir:
             self._warn("write", exc)
 
     def _path(self, digest: bytes) -> str:
-        """Return the path of an entry, in one of 256 folders."""
+        """Return the path of an entry, which is in one of 256 folders."""
         name = digest.hex()
-        # Making a `Path` takes longer than opening the file.
+        # Creating a `Path` takes longer than opening the file.
         return f"{self.directory}{os.sep}{name[:2]}{os.sep}{name[2:]}"
 
     def _warn(self, verb: str, exc: OSError) -> None:
@@ -131,12 +131,12 @@ class CacheDir:
         return f"CacheDir({self.directory!r}, max_bytes={self.max_bytes})"
 
     def _has_room(self, size: int) -> bool:
-        """Return whether ``size`` bytes may be added, after a scan if it is due."""
+        """Reserve ``size`` bytes, scanning if necessary; return whether they fit."""
         share = max(size, self.max_bytes // _SCAN_FRACTION)
         with self._lock:
             if self._pid != os.getpid():  # forked: the room is the parent's
                 self._room, self._scanned, self._pid = 0, -1, os.getpid()
-            if self._last_scan() != self._scanned:  # another process adds entries, too
+            if self._last_scan() != self._scanned:  # another process has scanned since
                 self._room = min(self._room, share)
             if self._room < size:
                 with _locked(f"{self.directory}{os.sep}{_SCAN_FILE}") as file:
@@ -150,14 +150,14 @@ class CacheDir:
             return has_room
 
     def _last_scan(self) -> int:
-        """Return the time of the latest scan of any process, in ns; 0: never."""
+        """Return when any process last scanned, in ns since the epoch; 0 if never."""
         try:
             return os.stat(f"{self.directory}{os.sep}{_SCAN_FILE}").st_mtime_ns  # noqa: PTH116
         except OSError:
             return 0
 
     def _scan(self, size: int) -> int:
-        """Measure the directory, evict the surplus, and return the bytes stored."""
+        """Evict entries if ``size`` bytes do not fit; return the bytes still stored."""
         sizes, times, now = array("q"), array("q"), time.time()
         for file, status in self._files():
             if _is_left_over(file.name, now - status.st_mtime):
@@ -181,7 +181,7 @@ class CacheDir:
         return stored - gone
 
     def _files(self) -> Iterator[tuple["os.DirEntry[str]", os.stat_result]]:
-        """Yield entries and temporary files, except those just deleted."""
+        """Yield all entries and temporary files, with their status."""
         for folder in _entries_of(self.directory):
             if _FOLDER.fullmatch(folder.name):
                 for file in _entries_of(folder.path):
@@ -196,7 +196,7 @@ def _digest(key: str) -> bytes:
 
 
 def _read(file: FileIO, digest: bytes) -> bytes | None:
-    """Return the data of an open entry; None if it is damaged."""
+    """Return the data of an open entry, and note its use; None if it is damaged."""
     status = os.fstat(file.fileno())
     header = file.read(_HEADER_BYTES)
     if len(header) < _HEADER_BYTES:
@@ -208,7 +208,7 @@ def _read(file: FileIO, digest: bytes) -> bytes | None:
     checksum = zlib.crc32(data, zlib.crc32(header[: _FIELDS.size]))
     if checksum != _CHECKSUM.unpack_from(header, _FIELDS.size)[0]:
         return None
-    # abs: by a wrong clock, the time may be in the future.
+    # abs(), because a wrong clock may have set a time in the future.
     if abs(time.time() - status.st_mtime) > _TOUCH_SECONDS:
         with contextlib.suppress(OSError):
             os.utime(file.fileno())
@@ -216,7 +216,7 @@ def _read(file: FileIO, digest: bytes) -> bytes | None:
 
 
 def _replace(path: str, *parts: Buffer) -> None:
-    """Write a file completely or not at all; its folder is created if missing."""
+    """Write a file completely or not at all; create its folder if missing."""
     folder, _, name = path.rpartition(os.sep)
     # Random, because pids repeat across containers and after a restart.
     unique = f"{os.getpid()}.{os.urandom(8).hex()}"
@@ -239,7 +239,7 @@ def _replace(path: str, *parts: Buffer) -> None:
 
 
 def _remove(path: str) -> bool:
-    """Remove a file if possible; return whether it was removed."""
+    """Try to remove a file; return whether that worked."""
     with contextlib.suppress(OSError):
         os.unlink(path)  # noqa: PTH108  (half the time)
         return True
@@ -253,21 +253,21 @@ def _entries_of(folder: str) -> Iterator["os.DirEntry[str]"]:
 
 @contextlib.contextmanager
 def _locked(path: str) -> Iterator[int]:
-    """Open and lock a file, created if missing; wait for other processes' locks."""
+    """Open a file, create it if missing, and lock it; wait for other processes."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
-        lock(file, "LOCK_EX")  # without locks two scans do no harm
+        lock(file, "LOCK_EX")  # if locks do not work, concurrent scans are harmless
         yield file
     finally:
-        # Unlock it: a process forked meanwhile may keep it open.
+        # Unlock explicitly: a process forked meanwhile may keep the file open.
         lock(file, "LOCK_UN")
         os.close(file)
 
 
 def lock(file: int | BinaryIO, *flags: str) -> bool:
-    """Lock or unlock a file by ``fcntl.flock``; return False if another has it."""
-    # Windows has no such module, and some file systems have no locks.
+    """Call ``fcntl.flock``; return False if another process holds the lock."""
+    # Windows has no ``fcntl`` module, and some file systems have no locks.
     with contextlib.suppress(ImportError, OSError):
         import fcntl  # noqa: PLC0415
 
@@ -287,7 +287,7 @@ def _is_left_over(name: str, age: float) -> bool:
 
 def _is_alive(pid: int) -> bool:
     if os.name != "posix":
-        return True  # on Windows, signal 0 is Ctrl-C
+        return True  # on Windows, os.kill(pid, 0) would send Ctrl-C
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

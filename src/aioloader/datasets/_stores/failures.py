@@ -1,9 +1,9 @@
-"""Errors of reading shards, and checks that a shard is read at a single version.
+"""Errors for failed reads, and checks that a shard does not change while it is read.
 
-obstore's exceptions contain whole requests, with secrets. An error shows only their
-type, with fixed phrases and numbers from their first line (HTTP status, errno,
-retries); it is not chained to them, because a traceback would print them. A state holds
-the versions of the shards that are open in it.
+obstore's exceptions contain whole requests, including secrets. Our errors show only the
+exception's type, with fixed phrases and numbers (HTTP status, errno, retries) from its
+first line. They are not chained to the exception, because a traceback would print it. A
+state contains the version of each open shard.
 """
 
 import errno
@@ -30,16 +30,16 @@ from aioloader.errors import (
     TruncatedReadError,
 )
 
-# Phrases of obstore that may be shown: they contain no data.
+# Phrases of obstore's errors that are safe to show: they contain no data.
 _CUT, _NO_RANGES = "request or response body error", "Range request not supported"
 _NO_CONNECTION, _CIRCLE = "error sending request", "error following redirect"
 _NO_LENGTH = "Content-Length Header missing from response"
 _PHRASES = (_CUT, _NO_RANGES, _NO_CONNECTION, _CIRCLE, _NO_LENGTH)
-# Endpoints for the credentials of virtual machines: AWS and Azure, Google.
+# Parts of the URLs where virtual machines get credentials (AWS, Azure, Google).
 _METADATA = ("/latest/api/token", "/metadata/identity", "computeMetadata", "IMDS")
 _EPOCH = datetime.fromtimestamp(0, UTC)
 
-# By name, so that this module does not import obstore.
+# Names of obstore's types, so that this module need not import obstore.
 _REFUSED_TYPES = frozenset({"PermissionDeniedError", "UnauthenticatedError"})
 _REFUSED_STATUSES = frozenset({400, 401, 403})
 
@@ -49,8 +49,8 @@ class Version(NamedTuple):
 
     Attributes:
         size: Length of the whole object, in bytes.
-        e_tag: An entity tag or checksum, which changes with the bytes, if the server
-            has it. Tags that start with ``W/`` are weak: some changes keep them.
+        e_tag: An entity tag or checksum that changes with the bytes; None if the server
+            sends none. A tag that starts with ``W/`` is weak: it may miss changes.
         modified: Modification time, in seconds since the epoch, if known.
     """
 
@@ -60,16 +60,16 @@ class Version(NamedTuple):
 
     @property
     def strong(self) -> str | None:
-        """The tag if it is not weak, for conditional requests."""
+        """The tag for conditional requests; None if it is weak or missing."""
         return None if (self.e_tag or "W/").startswith("W/") else self.e_tag
 
     @property
     def is_marked(self) -> bool:
-        """Whether a change of the bytes would show, even if the size stays."""
+        """Whether a change of the bytes is detectable even if the size is unchanged."""
         return bool(self.e_tag) or self.modified is not None
 
     def is_of(self, other: "Version") -> bool:
-        """Return whether both have the same bytes, as far as the server shows."""
+        """Return whether both versions agree in size, tag and date, where known."""
         if self.size != other.size:
             return False
         if self.e_tag and other.e_tag:
@@ -83,7 +83,7 @@ class Version(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def saved(location: str, version: Version) -> Mapping[str, Any]:
-    """Return a version's entry in a state: its size, and a stamp for its location."""
+    """Return a version for a state: size, and hashes of location and tag or date."""
     if not version.e_tag:
         if not version.modified:
             return {"size": version.size}
@@ -104,8 +104,8 @@ class Piece(NamedTuple):
     """A part of an object.
 
     Attributes:
-        data: The bytes, in any buffer.
-        version: The version of the object.
+        data: The bytes of the part, in any buffer.
+        version: The version of the whole object.
     """
 
     data: Buffer
@@ -113,11 +113,11 @@ class Piece(NamedTuple):
 
 
 class ExpectedVersion(NamedTuple):
-    """The version that an opened shard must have, as far as it is known."""
+    """What is known about the version that a shard must have when it is opened."""
 
-    version: Version | None = None  # as listed or cut in this iteration
-    size: int | None = None  # of the state
-    stamp: str | None = None  # of the state
+    version: Version | None = None  # found earlier in this iteration
+    size: int | None = None  # in the loaded state
+    stamp: str | None = None  # in the loaded state
 
     @classmethod
     def of(
@@ -126,7 +126,7 @@ class ExpectedVersion(NamedTuple):
         return cls(version, position.get("size"), position.get("stamp"))
 
     def check(self, location: str, current: Version, start: int = 0) -> None:
-        """Raise if a shard, to be read from ``start`` on, has another version."""
+        """Raise if the ``current`` version is another one, or ends before ``start``."""
         if self.version is not None and not current.is_of(self.version):
             raise changed(location, self.version, current)
         now = saved(location, current).get("stamp", "") if self.stamp else ""
@@ -149,7 +149,7 @@ class ExpectedVersion(NamedTuple):
         )
 
 
-# Opening a pipe with this flag does not wait for its other end.
+# With this flag, opening a pipe does not wait for a process at the other end.
 NO_WAIT = getattr(os, "O_NONBLOCK", 0)
 _KINDS = {stat.S_IFIFO: "a pipe", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
 _MARKS = {"e": "ETag", "w": "ETag or date", "t": "modification time"}
@@ -173,7 +173,7 @@ def changed(location: str, before: Version, now: Version) -> DatasetError:
 
 
 def opener(path: str, flags: int) -> int:
-    """Open a file for ``open``; raise an OSError for pipes, devices and ``/proc``."""
+    """Open a file, as ``opener`` of ``open``; reject pipes, devices and ``/proc``."""
     file = os.open(path, flags | NO_WAIT)
     try:
         facts = os.fstat(file)
@@ -199,7 +199,7 @@ def version_of_file(file: int | str) -> Version:
 
 
 class NoRangesError(DatasetError):
-    """The server does not support ranges."""
+    """The server does not support range requests."""
 
 
 def no_ranges(location: str) -> NoRangesError:
@@ -211,11 +211,11 @@ def no_ranges(location: str) -> NoRangesError:
 
 
 class Reason:
-    """The parts of an obstore exception that may be shown, and their meaning."""
+    """What an obstore exception means, and the parts that are safe to show."""
 
     def __init__(self, exc: Exception) -> None:
         name = type(exc).__name__
-        # After the status comes the server's body, which is not shown.
+        # The server's response body follows the status, and is not shown.
         line, _, status = str(exc).partition("\n")[0].partition("status code: ")
         self.status = _number(status)
         self.code = _number(line.partition("(os error ")[2])
@@ -231,28 +231,28 @@ class Reason:
         if ranges and not ranges.strip("0123456789., got"):
             phrases.append(f"requested {ranges}")
         self.text = ", ".join(phrases)
-        # A server that cannot send the rest reports only that.
+        # obstore requests the rest after a cut; if that has no ranges, only this shows.
         self.is_cut_short = _CUT in phrases or _NO_RANGES in phrases
         is_past = self.status == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE
-        # The texts of MemoryStore and LocalStore:
+        # The messages of MemoryStore and LocalStore:
         is_past |= "Wanted range starting" in line
         self.is_out_of_range = is_past or "Requested range was invalid" in line
         self.is_bad_key = name == "InvalidPathError" or "Could not parse path" in line
-        # Without credentials, obstore requests those of a cloud's virtual machine.
+        # Without credentials, obstore asks for those of a cloud's virtual machine.
         self.is_unauthorised = any(address in line for address in _METADATA)
         self.has_no_length, self.is_circular = _NO_LENGTH in phrases, _CIRCLE in phrases
-        # "bytes 0-9/*" is valid, but obstore needs the size.
+        # A server may omit the size, as in "bytes 0-9/*", but obstore needs it.
         self.has_no_total = "CONTENT_RANGE header" in line
         self.is_unreachable = _NO_CONNECTION in phrases
 
 
 def _number(text: str) -> int:
-    """Return the number at the start of a text, or 0."""
+    """Return the number that ``text`` starts with, or 0."""
     return int(text[: len(text) - len(text.lstrip("0123456789"))] or 0)
 
 
 def failure_of(verb: str, location: str, exc: Exception, url: str = "") -> DatasetError:
-    """Return the DatasetError for an obstore exception; ``url`` may be signed."""
+    """Return the error for an obstore exception; tell if a signed ``url`` expired."""
     reason = Reason(exc)
     kind = _kind_of(exc, reason)
     text = f"cannot {verb} {location!r}: {reason.text}"
@@ -280,7 +280,7 @@ def failure_of(verb: str, location: str, exc: Exception, url: str = "") -> Datas
 
 
 def _advice(verb: str, location: str, kind: type[DatasetError], reason: Reason) -> str:
-    """Return what the user can do about a failure, for the end of its message."""
+    """Return the end of an error message, which tells the user what to do."""
     is_http = location.startswith("http")
     if kind is DatasetError and verb == "list" and is_http:
         return "; plain HTTP has no listing (except WebDAV), so pass keys= or list URLs"
@@ -304,13 +304,13 @@ def _advice(verb: str, location: str, kind: type[DatasetError], reason: Reason) 
 
 
 def _expired_at(url: str) -> datetime | None:
-    """Return when a signed URL expired, by its query; None if it has not."""
+    """Return when a signed URL expired; None if it is still valid or not signed."""
     fields = {
         name.lower().removeprefix("x-amz-").removeprefix("x-goog-"): value
         for name, value in parse_qsl(url.partition("?")[2])
     }
     try:
-        if "se" in fields:  # of Azure
+        if "se" in fields:  # Azure
             until = datetime.fromisoformat(fields["se"])
         else:
             until = datetime.fromtimestamp(int(fields["expires"]), UTC)

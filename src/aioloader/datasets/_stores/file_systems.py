@@ -1,8 +1,8 @@
-"""File systems of fsspec as stores, such as SFTP and HDFS, and ``hf://``.
+"""Stores for fsspec's file systems, such as SFTP and HDFS, and for ``hf://`` URLs.
 
-Their calls block, so they run in separate threads. On the Hugging Face Hub, the first
-read pins a branch to its commit. The Hub's address is ``HF_ENDPOINT``, the token
-``HF_TOKEN`` or that of the user's login.
+The file systems' calls block, so they run in separate threads. On the Hugging Face Hub,
+the first read pins a branch to its commit. Without store options, the Hub's address is
+``HF_ENDPOINT``, and the token is ``HF_TOKEN`` or the one saved by the user's login.
 """
 
 import contextlib
@@ -41,15 +41,15 @@ T = TypeVar("T")
 _HUB = "hf://"
 _new_threads = partial(ThreadPoolExecutor, 32, "aioloader-system")
 _OPTIONS = {"endpoint", "token"}
-# Keys of an entity tag, and of a time, in fsspec's info of a file.
+# Keys for the entity tag and for the time in fsspec's info about a file.
 _TAGS = ("ETag", "etag", "e_tag", "blob_id", "md5Hash", "md5")
 _TIMES = ("mtime", "LastModified", "last_modified", "modified", "updated", "created")
 
 
 class FileSystemStore(Store):
-    """A file system of fsspec; keys are paths in it."""
+    """An fsspec file system as a store; keys are paths."""
 
-    # For a system that is not thread-safe.
+    # A subclass whose file system is not thread-safe has a real lock.
     _lock: Any = contextlib.nullcontext()
 
     def __init__(self, system: Any) -> None:
@@ -85,7 +85,7 @@ class FileSystemStore(Store):
             yield pairs[start : start + PAGE_KEYS]
 
     def failure(self, key: str, error: Exception, verb: str) -> Exception:
-        """Return the exception to raise; texts of clients may hold signed URLs."""
+        """Return the exception to raise; omit the text, which may hold signed URLs."""
         words = words_of(error)
         return failure_of_source(verb, self.locate(key), error, words, self._hint)
 
@@ -129,8 +129,8 @@ class FileSystemStore(Store):
         return system, f"{system.root_marker}{key}"
 
     async def aclose(self, _seconds: float | None = None) -> None:
-        """Stop the threads, and drop cached listings."""
-        self._threads.drop()  # the threads end when the pool is collected
+        """Stop this loop's threads, and drop cached listings."""
+        self._threads.drop()  # threads end when their pool is garbage-collected
         self._forget()
 
     def _forget(self) -> None:
@@ -138,7 +138,7 @@ class FileSystemStore(Store):
 
 
 class HubStore(FileSystemStore):
-    """The repositories of the Hub, or one folder of one."""
+    """Repositories on the Hugging Face Hub, or a folder in one of them."""
 
     _hint = "; is it private, and HF_TOKEN set?"
 
@@ -160,11 +160,11 @@ class HubStore(FileSystemStore):
         self._system, self._pinned = None, {}
 
     def _resolve(self, key: str) -> tuple[Any, str]:
-        """Return the file system, and the path of a key at its branch's commit."""
+        """Return the file system, and a key's path at the pinned commit. Blocks."""
         if self._system is None:
             from huggingface_hub import HfFileSystem  # noqa: PLC0415
 
-            # Not fsspec's shared instance: its listings may be old.
+            # Not fsspec's shared instance, whose cached listings may be outdated.
             self._system = HfFileSystem(skip_instance_cache=True, **self._access())
         system, pinned = self._system, self._pinned
         path = self.locate(key).removeprefix(_HUB)
@@ -201,7 +201,7 @@ class HubStore(FileSystemStore):
 
 
 def _reads_ahead(system: Any) -> bool:
-    """Return whether ``cat_file`` of a file system would open the file, buffered."""
+    """Return whether ``cat_file`` is fsspec's default, which reads ahead."""
     spec: Any = sys.modules["fsspec.spec"]
     plain: Any = spec.AbstractFileSystem.cat_file
     return getattr(type(system), "cat_file", plain) is plain

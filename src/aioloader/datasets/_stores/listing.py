@@ -1,9 +1,9 @@
-"""Listings of a store: the keys, sorted by code point, and their sizes.
+"""Listings of a store's keys, sorted by code point, with their sizes.
 
-Memory holds a listing as arrays, twice while pages are joined; as strings only while
-unordered keys are sorted or folder markers removed. A page is packed on the loop, in a
-millisecond; slower work runs in a thread. Received pages are not requested again after
-a failure.
+A listing is held as arrays, to save memory. While pages are joined, there are two
+copies; strings exist only while unordered keys are sorted or folder markers removed.
+The loop packs a page in about a millisecond; slower work runs in a thread. After a
+failure, only the missing pages are requested, unless keys come unordered.
 """
 
 from bisect import bisect_left
@@ -18,14 +18,14 @@ from aioloader.datasets._stores.names import NameTable
 from aioloader.datasets._stores.sources import USUAL, Requests, Store, Tries
 from aioloader.errors import DatasetError, ObjectNotFoundError
 
-# Empty keys of a listing that are looked up, at most.
+# With more empty objects in a listing, none is checked for being a folder marker.
 _MAX_EMPTY = 1000
 
 
 class Listing(Iterable[str]):
-    """The sorted keys of a store, and their sizes in bytes, as int64.
+    """The sorted keys of a store, and their sizes in bytes as an int64 array.
 
-    Empty objects with keys below them are left out: consoles make them as folder
+    Empty objects with keys below them are left out: web consoles create them as folder
     markers, and obstore cannot read them. ``list_async`` removes other markers.
     """
 
@@ -37,7 +37,7 @@ class Listing(Iterable[str]):
 
     @classmethod
     def joined(cls, pages: "list[Listing]") -> "Listing":
-        """Join pages to one listing; clears ``pages``, to free memory early."""
+        """Join ``pages`` into one listing; clear ``pages`` to free memory early."""
         parts = [page for page in pages if page.keys]
         pages.clear()
         if any(left.keys[-1] >= right.keys[0] for left, right in pairwise(parts)):
@@ -51,7 +51,7 @@ class Listing(Iterable[str]):
         return cls(dict(whole.items())) if has_markers else whole
 
     def size_of(self, key: str) -> int | None:
-        """Return the size of a key in bytes; None if it is not listed."""
+        """Return the size of a key's object in bytes; None if the key is not listed."""
         index = bisect_left(self.keys, key)
         is_listed = index < len(self.keys) and self.keys[index] == key
         return int(self.sizes[index]) if is_listed else None
@@ -64,9 +64,9 @@ class Listing(Iterable[str]):
 
 
 def _is_folder(keys: Sequence[str], index: int) -> bool:
-    """Return whether other keys are below the key at ``index`` of sorted ``keys``."""
+    """Return whether sorted ``keys`` has keys below the one at ``index``."""
     key = keys[index]
-    # A quick check first: keys below it follow, after others with this prefix.
+    # Quick check: if keys are below this key, the next key starts with it.
     if key and not (index + 1 < len(keys) and keys[index + 1].startswith(key)):
         return False
     below = f"{key}/"
@@ -81,11 +81,11 @@ async def list_async(store: Store, prefix: str, policy: Requests = USUAL) -> Lis
     last, is_ordered = "", True  # where to resume after a failed request
 
     async def add_page() -> bool:
-        """Add the next page; return whether there was a page."""
+        """Request and add the next page; return False at the end of the listing."""
         nonlocal stream, last, is_ordered
-        rest, stream = stream, None  # kept only after a good page
+        rest, stream = stream, None  # restored below if the page arrives
         if rest is None:
-            if not is_ordered:  # any key may be missing: start again
+            if not is_ordered:  # any key may still be missing: start again
                 pages.clear()
                 last, is_ordered = "", True
             rest = store.pages(prefix, last or None)
@@ -93,13 +93,13 @@ async def list_async(store: Store, prefix: str, policy: Requests = USUAL) -> Lis
         stream = rest
         if not page:
             return False
-        # If an object and a marker share a key, the larger size wins.
+        # If an object and a folder marker share a key, keep the larger size.
         sizes = dict(sorted(page))
         if sizes.get(prefix) == 0:
             del sizes[prefix]
         pages.append(Listing(sizes))
-        # If keys come in order, those after the largest are missing. Folder markers
-        # may come out of order: the slash that sorts them is not in the key.
+        # If keys are in order, a failed listing resumes after the largest. Markers may
+        # be out of order: the server sorts them by a slash that obstore strips.
         first = min((key for key in sizes if sizes[key]), default=last + "~")
         is_ordered &= last < first
         last = max(sizes, default=last)
@@ -124,7 +124,7 @@ async def list_async(store: Store, prefix: str, policy: Requests = USUAL) -> Lis
 
 
 async def _without_markers(listing: Listing, store: Store, tries: Tries) -> Listing:
-    """Remove markers of empty folders, if few keys are empty: each is requested."""
+    """Request each empty key, if they are few; remove those that are folder markers."""
     indices = np.flatnonzero(listing.sizes == 0)[: _MAX_EMPTY + 1]
     empty = [listing.keys[index] for index in indices]
     if not empty or len(empty) > _MAX_EMPTY:
@@ -133,7 +133,7 @@ async def _without_markers(listing: Listing, store: Store, tries: Tries) -> List
     async def exists(key: str) -> bool:
         try:
             await tries.make(lambda: store.ask(key, store.head(key)), store, key)
-        except DatasetError as error:  # others recur when it is read
+        except DatasetError as error:  # other errors recur at the first read
             return not isinstance(error, ObjectNotFoundError)
         return True
 

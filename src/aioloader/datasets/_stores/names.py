@@ -1,7 +1,7 @@
-"""Names of many samples in two buffers instead of a list of strings.
+"""A sequence of many names, stored in two buffers instead of a list of strings.
 
-A million paths of 40 characters take 48 MB instead of 97, pickle as two buffers, and
-have no reference counts that would copy pages into forked workers.
+A million paths of 40 characters take 48 MB instead of 97 and pickle as two buffers.
+Forked workers share them: no reference counts make the kernel copy their pages.
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,12 +12,12 @@ import numpy as np
 from aioloader.datasets._checks import position_of
 from aioloader.datasets._stores.redact import redact_key
 
-# File names may hold bytes that are not UTF-8; they are restored unchanged.
+# File names may contain bytes that are not UTF-8; decoding restores them unchanged.
 _CODEC = "utf-8", "surrogateescape"
 
 
 class NameTable(Sequence[str]):
-    """An immutable sequence of strings in two arrays; each access decodes a name."""
+    """An immutable sequence of strings in two arrays; each access decodes a string."""
 
     __slots__ = ("_blob", "_bytes", "_ends", "_offsets")
 
@@ -33,14 +33,14 @@ class NameTable(Sequence[str]):
 
     @classmethod
     def joined(cls, tables: Iterable["NameTable"]) -> "NameTable":
-        """Concatenate tables."""
+        """Return one table with the names of all ``tables``."""
         made = cls(())
         blobs, ends, size = [made._blob], [made._ends], 0
         for blob, its_ends in (table.__getstate__() for table in tables):
             blobs.append(blob)
             ends.append(its_ends[1:] + size)
             size += len(blob)
-        # Joining bytes would block other threads until all is copied.
+        # Joining bytes objects would hold the GIL during the whole copy.
         made.__setstate__((np.concatenate(blobs), np.concatenate(ends)))
         return made
 
@@ -81,5 +81,5 @@ class NameTable(Sequence[str]):
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         self._blob, self._ends = state
-        # A memoryview yields Python ints and slices in a third of numpy's time.
+        # Indexing or slicing a memoryview takes a third of the time of a numpy array.
         self._bytes, self._offsets = self._blob.data, self._ends.data

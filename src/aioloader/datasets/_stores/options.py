@@ -1,8 +1,8 @@
-"""obstore: its import, checks of store options, and requests in flight.
+"""obstore's import, checks of its store options, and tracking of its requests.
 
-obstore rejects most unknown names without a hint, and values without their name; it
-ignores unknown names within ``retry_config``. Its threads use the interpreter shortly
-after a request has ended: if that is finalized by then, the process crashes.
+The checks are needed because obstore rejects most unknown options without a hint, and
+bad values without the option's name; it ignores unknown names in ``retry_config``. Its
+threads use the interpreter shortly after a request ends; a finalized one would crash.
 """
 
 import asyncio
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# Limit for obstore's threads to release finished requests: 10 ms for 200 in practice.
+# Timeout for obstore's threads to release finished requests; 200 of them take 10 ms.
 _RELEASE_SECONDS = 1.0
-# Sealed if an option is secret.
+# Options of a store; sealed if one is secret.
 StoreOptions: TypeAlias = Mapping[str, Any] | Sealed[Mapping[str, Any]]
 
 _RETRY_CONFIG = {"max_retries": 2}
@@ -39,14 +39,14 @@ _ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"
 
 
 def import_obstore() -> ModuleType:
-    """Return obstore; called for each request, so it must be fast."""
+    """Import and return obstore. Fast, because it is called for each request."""
     if sys.modules.get("obstore.store") is None:
         imported("obstore.store", "objects", "object stores and HTTP need obstore")
     return sys.modules["obstore"]
 
 
 def obstore_errors() -> tuple[type[Exception], ...]:
-    """Return obstore's exception types; their texts may hold secrets."""
+    """Return the exception types that obstore raises; their texts may hold secrets."""
     base: type[Exception] = import_obstore().exceptions.BaseError
     return base, NotImplementedError, OSError, TypeError, ValueError
 
@@ -59,21 +59,21 @@ class Flights:
         self._ended: deque[ref[asyncio.Future[Any]]] = deque(maxlen=4096)
 
     async def follow(self, request: Awaitable[T]) -> T:
-        """Await a request of obstore; cancellation stops the request itself.
+        """Await a request of obstore; cancellation also cancels the request.
 
-        Raises a copy of its exception: obstore's threads may keep the original until
-        their next call, and with its traceback the iterator that awaits the batch.
+        Raises a copy of the request's exception: obstore's threads may keep the
+        original until their next call, and its traceback would keep frames alive.
         """
         future = asyncio.ensure_future(request)
         self._open.add(future)
         try:
             return await future
-        except Exception as exc:  # noqa: BLE001  (its copy is raised)
+        except Exception as exc:  # noqa: BLE001  (a copy is raised)
             failure = copy.copy(exc.with_traceback(None))
         finally:
             self._open.discard(future)
             self._ended.append(ref(future))
-            # References from frames of a traceback would count as a thread's.
+            # References from a traceback's frames would look like those of a thread.
             del future, request
         try:
             raise failure
@@ -81,9 +81,9 @@ class Flights:
             del failure
 
     async def drain(self, seconds: float | None) -> None:
-        """Wait until obstore has released all requests that ended."""
+        """Let requests end within ``seconds``, if given; wait for their release."""
         if self._open and seconds is not None:
-            # No variable for the requests that are done: it would keep references.
+            # No variable for the finished requests: it would keep references to them.
             late = (await asyncio.wait(self._open, timeout=seconds))[1]
             while late:
                 (future := late.pop()).cancel()
@@ -91,21 +91,21 @@ class Flights:
                 del future
         loop = asyncio.get_running_loop()
         deadline = loop.time() + _RELEASE_SECONDS
-        # Poll: Rust drops its reference at the end of its last use of the GIL, where a
-        # callback would itself have to be waited for.
+        # Polling is needed: Rust drops its reference at the end of its last use of the
+        # GIL; a callback there would itself have to be waited for.
         while self._are_held() and loop.time() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
         self._ended.clear()
 
     def _are_held(self) -> bool:
         if self._ended:
-            # References dropped without the GIL are subtracted in the next call.
+            # References that Rust drops without the GIL are subtracted in a later call.
             import_obstore().Bytes()
         return any(future() is not None for future in self._ended)
 
 
 def hidden(options: Mapping[str, Any] | None) -> StoreOptions:
-    """Return a copy of options, sealed if an option is secret."""
+    """Check and copy store options; seal the copy if an option is secret."""
     given: Any = {} if options is None else options
     if not isinstance(given, Mapping) or not all(isinstance(n, str) for n in given):
         raise TypeError(
@@ -129,12 +129,12 @@ def open_store(url: str, label: str, options: Mapping[str, Any]) -> "ObjectStore
             failure = failure_of("open", label, exc)
             text = None if Reason(exc).code else _hint(url, options, exc)
         if text is None:
-            raise failure  # without a context, whose text may hold secrets
+            raise failure  # outside `except`: a context's text may hold secrets
     raise ValueError(f"cannot open {label!r}: {text}")
 
 
 def _hint(url: str, options: Mapping[str, Any], exc: Exception) -> str:
-    """Return a text that says what is wrong with options that obstore refused."""
+    """Return what is wrong with options that obstore rejected, for a message."""
     line, kind = str(exc).partition("\n")[0].rstrip("."), type(exc).__name__
     if kind == "UnknownConfigurationKeyError" or line.startswith("Invalid key"):
         name = line.partition("key: ")[2].split()[0].strip("'").lower()
@@ -154,32 +154,32 @@ def _hint(url: str, options: Mapping[str, Any], exc: Exception) -> str:
 
 
 def _new_store(url: str, options: Mapping[str, Any]) -> "ObjectStore":
-    """Return a new store; credentials in an HTTP URL become a header."""
+    """Open a store; turn the credentials of an HTTP URL into a header."""
     stores, client = import_obstore().store, dict(options.get("client_options") or {})
     scheme, _, rest = url.partition("://")
     is_web = scheme.lower() in {"http", "https"}
     if any(address.startswith("http://") for address in _addresses(url, options)):
         client.setdefault("allow_http", True)
     user = re.split("[/?#]", rest, maxsplit=1)[0].rpartition("@")[0]
-    if not is_web:  # a key may have ? or #, but obstore would parse them
+    if not is_web:  # obstore would parse ? and #, which may be part of a key
         url = url.replace("#", "%23").replace("?", "%3F")
     elif user:
         token = base64.b64encode(unquote(user).encode()).decode()
         headers = {"authorization": f"Basic {token}"}
         client["default_headers"] = headers | (client.get("default_headers") or {})
         url = f"{scheme}://{rest[len(user) + 1 :]}"
-    # A few quick retries of obstore; `sources.Tries` does the others.
+    # obstore makes two quick retries; `sources.Tries` makes the others.
     prepared = {"retry_config": _RETRY_CONFIG, **options}
     if client:
         prepared["client_options"] = client
-    # Stores of S3, Google and Azure would drop the query of a signed URL.
+    # obstore's S3, Google and Azure stores would drop the query of a signed URL.
     make = stores.HTTPStore if is_web and "?" in url else stores.from_url
     store: ObjectStore = make(url, **prepared)
     return store
 
 
 def _addresses(url: str, options: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the URL and every endpoint in the options or the environment."""
+    """Yield the URL, and the endpoints in the options and (for S3) environment."""
     yield url
     for name, value in {**(options.get("config") or {}), **options}.items():
         if "endpoint" in name.lower() or name.lower().endswith("base_url"):
@@ -189,7 +189,7 @@ def _addresses(url: str, options: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _invalid_option(options: Mapping[str, Any]) -> str | None:
-    """Return a text about the first option that obstore would misread, or None."""
+    """Return a message about the first option obstore would misread, or None."""
     for name in (*options, *(options.get("config") or ())):
         if _is_of_client(name):
             return (
@@ -217,7 +217,7 @@ def _invalid_option(options: Mapping[str, Any]) -> str | None:
 
 
 def _is_of_client(name: str) -> bool:
-    """Return whether an option is the HTTP client's, on which stores panic."""
+    """Return whether an option is one of the HTTP client; stores panic on those."""
     try:
         import_obstore().store.S3Store(client_options={name: ""})
     except obstore_errors() as exc:
@@ -226,7 +226,7 @@ def _is_of_client(name: str) -> bool:
 
 
 def _option_names() -> list[str]:
-    """Return the names of all options, from obstore's type stubs."""
+    """Return the names of all store options, read from obstore's type stubs."""
     stubs = Path(import_obstore().__file__ or "").parent.glob("_store/*.pyi")
     text = "".join(stub.read_text("utf-8") for stub in sorted(stubs))
     return re.findall(r"(?m)^    (\w+): ", text)
@@ -235,7 +235,7 @@ def _option_names() -> list[str]:
 def _refused_option(
     url: str, options: Mapping[str, Any], refusal: Exception
 ) -> str | None:
-    """Return the option that by itself causes the same refusal, or None."""
+    """Return the option that alone makes obstore raise the same error, or None."""
     refused = None
     for name, value in options.items():
         inside = value.items() if isinstance(value, Mapping) else ()
@@ -243,7 +243,7 @@ def _refused_option(
         for path, part in {name: value, **parts}.items():
             try:
                 _new_store(url, {name: part})
-            except Exception as exc:  # noqa: BLE001  (compared, and not raised)
+            except Exception as exc:  # noqa: BLE001  (only compared)
                 if (type(exc), str(exc)) == (type(refusal), str(refusal)):
-                    refused = path  # innermost last
+                    refused = path  # parts come after the whole option
     return refused

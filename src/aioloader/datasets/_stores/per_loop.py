@@ -1,4 +1,4 @@
-"""Values that belong to one event loop, and datasets that several loops may read."""
+"""Values that exist once per event loop, and datasets that several loops may read."""
 
 import asyncio
 from collections.abc import Callable
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class PerLoop(Generic[T]):
-    """One value per event loop, made at first use; pickles hold only the factory."""
+    """One value per event loop, made at first use; only the factory is pickled."""
 
     def __init__(self, make: Callable[[], T]) -> None:
         self._make = make
@@ -26,7 +26,7 @@ class PerLoop(Generic[T]):
         return value
 
     def drop(self) -> None:
-        """Drop the running loop's value."""
+        """Forget the running loop's value; ``here`` then makes a new one."""
         self._values.pop(asyncio.get_running_loop(), None)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -34,10 +34,10 @@ class PerLoop(Generic[T]):
 
 
 class LoopDataset(HasLifespan):
-    """A dataset with one reader per event loop, which counts its ``users``.
+    """A dataset with one reader per event loop; each reader counts its ``users``.
 
-    It is an async context manager, entered by loaders; the last exit on a loop releases
-    the loop's reader.
+    Loaders enter the dataset as an async context manager. The last exit on a loop
+    releases that loop's reader.
     """
 
     # Without this, `for x in dataset` would never end: items are awaitables.
@@ -45,7 +45,7 @@ class LoopDataset(HasLifespan):
     _readers: PerLoop[Any]
 
     def lifespan(self) -> Self:
-        """Return the dataset itself, which a loader enters on each reading loop."""
+        """Return the dataset, which a loader enters on each loop that reads it."""
         return self
 
     async def __aenter__(self) -> Self:

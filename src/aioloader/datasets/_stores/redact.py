@@ -1,4 +1,4 @@
-"""Hide secrets in the URLs and options of stores; a suspicious name is a secret."""
+"""Hide secrets in store URLs and options; an option's name may mark it as secret."""
 
 import pickle
 import re
@@ -14,7 +14,7 @@ _SECRET_NAME = re.compile(
     r"secret|passw|token|credential|signature|auth|cookie|bearer|private|"
     r"(^|_)sas(_|$)|access_key|(account|api|customer|encryption|master|shared)_key"
 )
-# Names that match the above and are harmless: files, addresses, switches.
+# Names that match the pattern above but are harmless: files, addresses, switches.
 _HARMLESS_NAME = re.compile(
     r"_(file|uri|url|host|endpoint|provider|type|algorithm)$|"
     r"(?<!access_key)_id$|(^|_)(skip_signature|application_credentials)$"
@@ -28,7 +28,7 @@ _HARMLESS_HEADERS = frozenset({
 
 
 class _Hidden:
-    """A value hidden in reprs, and pickled only for the loader's own workers."""
+    """A value that reprs hide and that is pickled only for the loader's workers."""
 
     __slots__ = ()
     label = OF_A_URL
@@ -47,7 +47,7 @@ class _Hidden:
 
 
 class Sealed(_Hidden, Generic[T]):
-    """A hidden value, for attributes with secrets; equal by value."""
+    """A wrapper that hides a secret ``value``; compares equal by value."""
 
     __slots__ = ("label", "value")
 
@@ -63,13 +63,13 @@ class Sealed(_Hidden, Generic[T]):
 
 
 class SecretURL(_Hidden, str):
-    """A URL with a secret."""
+    """A URL that contains a secret; its repr and pickles hide it."""
 
     __slots__ = ()
 
 
 def revealed(value: Any) -> Any:
-    """Return the plain value of a possibly sealed one; keep it in no attribute."""
+    """Return the value, unsealed if ``Sealed``; do not store it in an attribute."""
     return value.value if isinstance(value, Sealed) else value
 
 
@@ -78,15 +78,15 @@ ONLY_TO_WORKERS[SecretURL] = lambda url: (SecretURL, (str(url),))
 
 
 def seal_url(url: str) -> str:
-    """Return a URL as a ``SecretURL`` if it carries a secret."""
+    """Return a URL, as a ``SecretURL`` if it contains a secret."""
     return SecretURL(url) if carries_secret(url) else url
 
 
 def redact_url(url: str) -> str:
     """Return ``url`` without user, password, query and fragment.
 
-    The user part of ``abfs://container@account`` is a container and stays. Except over
-    HTTP, a ``#`` is part of a name, and a ``?`` too unless a ``=`` follows.
+    The user part of ``abfs://container@account`` is a container and is kept. Outside of
+    HTTP, ``#`` is part of a name, and so is ``?`` unless a ``=`` follows.
     """
     scheme, _, rest = url.partition("://")
     if _is_web(scheme):
@@ -99,7 +99,7 @@ def redact_url(url: str) -> str:
 
 
 def redact_key(key: str) -> str:
-    """Return a key without the query of a signed URL."""
+    """Cut a key at a ``?`` that a ``=`` follows: this starts a signed URL's query."""
     name, _, query = key.partition("?")
     return name if "=" in query else key
 
@@ -109,7 +109,7 @@ def redact_text(text: str) -> str:
 
 
 def carries_secret(url: str) -> bool:
-    """Return whether a URL has a user, a password, or a query (a signature)."""
+    """Return whether a URL has a user, password, query, or (HTTP) fragment."""
     scheme, separator, rest = url.partition("://")
     if not separator or not ("@" in rest or "?" in rest or "#" in rest or "[" in rest):
         return False
@@ -134,7 +134,7 @@ def _is_container(scheme: str, user: str) -> bool:
 
 
 def secret_options(options: Mapping[str, Any], path: str = "") -> Iterator[str]:
-    """Yield the dotted names of options with a secret, or with a suspicious name."""
+    """Yield the dotted names of options whose name or value suggests a secret."""
     for name, value in options.items():
         where, plain = f"{path}{name}", str(name).lower().replace("-", "_")
         sounds = _SECRET_NAME.search(plain) and not _HARMLESS_NAME.search(plain)

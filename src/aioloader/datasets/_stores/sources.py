@@ -1,8 +1,8 @@
-"""Stores of bytes: the public ``Source``, the base ``Store``, and retries of requests.
+"""Stores of bytes: the public ``Source``, the base ``Store``, and request retries.
 
-All readers use a ``Store``: it knows the state of its server, and alone classifies
-errors. Failed requests are retried by cause, within a deadline; slow ones may be sent
-twice. Each has a timeout, because a hanging connection raises no error.
+All readers use a ``Store``, which tracks its server's state and classifies errors. The
+cause of a failure decides whether the request is retried, within a deadline. Slow
+requests may be sent twice. Each has a timeout, as a hung connection raises no error.
 """
 
 import abc
@@ -39,10 +39,10 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Sized: TypeAlias = Iterable[tuple[str, int]]
 
-# HTTP statuses that are not retried.
+# HTTP statuses that are not retried: client errors that another try would repeat.
 FINAL = frozenset(range(400, 500)) - {408, 425, 429}
 PAGE_KEYS = 1000
-# Bytes of the first request for an object of unknown size.
+# Length of the first request for an object of unknown size.
 _FIRST_BYTES = 1 << 20
 _DEFECTS = (
     ArithmeticError, AssertionError, AttributeError, ImportError, LookupError,
@@ -51,15 +51,15 @@ _DEFECTS = (
 _LOG = logging.getLogger("aioloader")
 Attempt: TypeAlias = Callable[[], Coroutine[Any, Any, T]]
 
-# Durations kept, and needed, to find those that exceed 95 % of them.
+# How many durations are kept, and needed, to compute their 95th percentile.
 _MAX_DURATIONS, _MIN_DURATIONS = 128, 20
-# Seconds of retries for a host that was never reached.
+# Seconds for which requests to a host that was never reached are retried.
 _UNREACHED_SECONDS = 5.0
 _RETRYING = "%s; retrying for %g s (logged once for a store)"
 
 
 class Source(abc.ABC):
-    """A store of your own, accepted wherever ``store=`` is.
+    """Base class for your own store, accepted by every ``store=`` argument.
 
     Derive from it, and implement ``get``; for patterns and listings also ``list``. The
     library adds retries by ``Requests``, checks of lengths and versions, the cache, and
@@ -72,8 +72,8 @@ class Source(abc.ABC):
     and secrets out of its state: read them from the environment.
 
     Attributes:
-        label: Its address for messages, without secrets. It also names its bytes in a
-            cache: without a label, nothing is cached.
+        label: The address for messages, without secrets. It also identifies the source
+            in a cache: without a label, nothing is cached.
     """
 
     label: str = ""
@@ -82,14 +82,14 @@ class Source(abc.ABC):
     async def get(self, key: str, start: int, stop: int) -> Piece:
         """Return the bytes of an object from ``start`` to ``stop``, and its version.
 
-        Return fewer at the object's end, none beyond it. The caller owns the buffer.
+        Return fewer bytes at the object's end, none beyond. The caller owns the buffer.
         """
 
     def list(self, prefix: str) -> "AsyncIterable[tuple[str, int]] | Awaitable[Sized]":
         """Return keys that start with ``prefix``, and their sizes in bytes.
 
-        An async generator, or a coroutine that returns a list, in any order. Keys that
-        do not start with ``prefix`` are ignored.
+        Implement it as an async generator, or as a coroutine that returns a list; the
+        order does not matter. Keys that do not start with ``prefix`` are ignored.
         """
         raise NotImplementedError(
             f"{type(self).__name__} has no list(): name the shards one by one, or pass "
@@ -97,20 +97,20 @@ class Source(abc.ABC):
         )
 
     async def aclose(self) -> None:  # noqa: B027  (a default)
-        """Release resources of the running loop, such as idle connections.
+        """Release the running loop's resources, such as idle connections.
 
         Called after the last iteration on that loop; the source stays usable.
         """
 
 
 class Store(abc.ABC):
-    """A store, and the state of its server, which all requests share.
+    """Base class of stores, with the state of the server for all requests.
 
     Attributes:
-        cache_name: The prefix of its keys in a cache; None: not cached.
-        has_answered: Whether it ever answered, if only with an error.
-        is_refusing: Whether it never did, and the latest request could not be sent.
-        has_warned: Whether a retry was logged.
+        cache_name: Prefix of the store's keys in a cache; None if it is not cached.
+        has_answered: Whether the server ever answered, even with an error.
+        is_refusing: Whether it never answered, and the latest request did not reach it.
+        has_warned: Whether a retry was logged; only the first one is.
     """
 
     def __init__(self, label: str) -> None:
@@ -119,7 +119,7 @@ class Store(abc.ABC):
         self.has_answered = self.is_refusing = self.has_warned = False
 
     def locate(self, key: str) -> str:
-        """Return the address of ``key`` without secrets."""
+        """Return the address of ``key`` for messages, without secrets."""
         # A key may be a signed URL, whose signature must not be logged.
         key, label = redact_key(key), self.label
         return f"{label}{'' if label.endswith('/') else '/'}{key}" if key else label
@@ -128,23 +128,23 @@ class Store(abc.ABC):
     async def get(
         self, key: str, start: int, stop: int, version: Version | None = None
     ) -> Piece:
-        """Return a range, at a version if the server supports that condition."""
+        """Return a range, on condition of ``version`` if the server supports that."""
 
     @abc.abstractmethod
     def pages(self, prefix: str, after: str | None) -> AsyncIterator[Sized]:
-        """Yield pages of keys and sizes; with ``after``, only of larger keys."""
+        """Yield pages of (key, size); with ``after``, only keys that sort after it."""
 
     @abc.abstractmethod
     def failure(self, key: str, error: Exception, verb: str) -> Exception:
-        """Return the exception to raise: a RefusedError if it is not to be retried."""
+        """Return the exception to raise: a RefusedError if retries cannot help."""
 
     async def head(self, _key: str) -> Version | None:
-        """Return the version of a listed key; raise if no object has that key."""
-        return None  # by default, each listed key is an object
+        """Return the version of a listed key if known; raise if it is no object."""
+        return None  # by default, every listed key is an object
 
     async def whole(self, key: str, size: int) -> "Bytes | bytes | memoryview":
-        """Read an object: a read-only buffer, owned by the caller."""
-        # One byte more than listed, to notice an object that has grown.
+        """Read a whole object into a read-only buffer, which the caller owns."""
+        # Request one byte more than listed, to notice an object that has grown.
         data, version = await self.get(key, 0, size + 1 if size else _FIRST_BYTES)
         length = len(memoryview(data))
         if length < version.size:
@@ -156,7 +156,7 @@ class Store(abc.ABC):
         return data if isinstance(data, bytes) else memoryview(data)
 
     async def ask(self, key: str, request: Awaitable[T], verb: str = "read") -> T:
-        """Return the result of a request; raise errors as ``failure`` converts them."""
+        """Await a request; raise its errors as converted by ``failure``."""
         try:
             return await request
         except RefusedError:
@@ -164,12 +164,12 @@ class Store(abc.ABC):
         except Exception as exc:  # noqa: BLE001  (converted, and raised)
             failure = self.failure(key, exc, verb)
         try:
-            raise failure  # without a context, whose text may hold secrets
+            raise failure  # outside `except`: a context's text may hold secrets
         finally:
             del failure
 
     async def drain(self, seconds: float | None = None) -> None:  # noqa: B027
-        """Wait until this loop's requests have been released."""
+        """Let this loop's requests end within ``seconds``; wait for their release."""
 
     async def aclose(self, seconds: float | None = None) -> None:
         """Drain, then release idle connections; the store stays usable."""
@@ -177,7 +177,7 @@ class Store(abc.ABC):
 
 
 class OwnStore(Store):
-    """The store of a user's ``Source``."""
+    """A store that reads from a user's ``Source``."""
 
     def __init__(self, source: Source) -> None:
         label = str(source.label)
@@ -206,7 +206,7 @@ class OwnStore(Store):
         )
 
     async def pages(self, prefix: str, after: str | None) -> AsyncIterator[Sized]:
-        """Yield the source's listing; it restarts, but skips keys up to ``after``."""
+        """List the source again from its beginning; yield keys after ``after``."""
         listed: Any = self._source.list(prefix)
         keys = aiter(listed if hasattr(listed, "__aiter__") else _each(await listed))
         below, page = f"{prefix}/" if prefix else "", list[tuple[str, int]]()
@@ -225,16 +225,16 @@ class OwnStore(Store):
                 await close()
 
     def failure(self, key: str, error: Exception, verb: str) -> Exception:
-        """Return the exception to raise; its cause is the user's."""
+        """Return the exception to raise, caused by ``error``; bugs stay as they are."""
         if is_defect(error):
-            # A StopAsyncIteration would end the stream.
+            # A StopAsyncIteration would silently end the stream.
             defect: Any = raisable(error, f"{type(self._source).__name__}.get()")
             return defect  # type: ignore[no-any-return]
         words = f"{type(error).__name__}: {redact_text(str(error))}".rstrip(": ")
         failure = failure_of_source(verb, self.locate(key), error, words)
         raised = failure.error if isinstance(failure, RefusedError) else failure
         if raised is not error:
-            # The frames of its traceback would keep the user's iterator alive.
+            # A traceback's frames would keep the user's iterator alive.
             raised.__cause__ = error.with_traceback(None)
         return failure
 
@@ -250,7 +250,7 @@ async def _each(pairs: Sized) -> AsyncIterator[tuple[str, int]]:
 def failure_of_source(
     verb: str, location: str, error: Exception, words: str, hint: str = ""
 ) -> Exception:
-    """Return the exception to raise for one of a client; see ``Store.failure``."""
+    """Return the exception to raise for a client's exception; see ``Store.failure``."""
     if isinstance(error, DatasetError):
         is_final = isinstance(error, (FileNotFoundError, PermissionError))
         return RefusedError(error) if is_final else error
@@ -277,14 +277,14 @@ def is_defect(error: Exception) -> bool:
 
 
 def words_of(error: Exception) -> str:
-    """Return the type and errno of an exception, whose text may hold secrets."""
+    """Return an exception's type and errno, because its text may hold secrets."""
     code = getattr(error, "errno", None)
     reason = f": {os.strerror(code)}" if isinstance(code, int) else ""
     return f"{type(error).__name__}{reason}"
 
 
 def _status_of(error: Exception) -> int:
-    """Return the HTTP status in an exception of a client, or 0."""
+    """Return the HTTP status in a client's exception, or 0."""
     for owner in (getattr(error, "response", None), error):
         for name in ("status_code", "status"):
             if isinstance(status := getattr(owner, name, None), int):
@@ -305,20 +305,20 @@ def _is_unreachable(error: BaseException | None) -> bool:
 class Requests:
     """How a dataset treats requests that fail, stall or are slow.
 
-    A request is retried after a delay uniform in ``[0, min(max_delay, base_delay *
-    2**n)]`` seconds, until ``deadline``; for 5 seconds if the host was never reached.
-    obstore's own quick retries come first.
+    A failed request is retried until ``deadline``, or for 5 seconds if the host was
+    never reached. Delays are uniform in ``[0, min(max_delay, base_delay * 2**n)]``
+    seconds. obstore's own quick retries come first.
     Source: Brooker, "Exponential Backoff And Jitter" (AWS Architecture Blog, 2015);
     Dean and Barroso, "The Tail at Scale" (CACM 2013) for hedging.
 
     Attributes:
-        timeout: Seconds for one request, after which it is cancelled and has failed.
+        timeout: Seconds after which one request is cancelled and counts as failed.
         deadline: Seconds for one piece of data, including all retries.
         base_delay: Upper bound of the first delay, in seconds.
         max_delay: Upper bound of every delay, in seconds.
-        hedge: Whether to send a request again that takes longer than 95 % of the
-            latest; the first answer counts. Costs up to 5 % more requests. Does not
-            apply to servers without ranges.
+        hedge: Whether to send a request a second time if it takes longer than 95 % of
+            recent ones; the first response is used. Costs up to 5 % more requests.
+            Does not apply to servers without ranges.
     """
 
     timeout: float = 30.0
@@ -352,7 +352,7 @@ def policy_of(requests: Requests | None) -> Requests:
 
 
 class RefusedError(Exception):
-    """Wraps an error that is not to be retried."""
+    """Wraps an error that must not be retried."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(error)
@@ -360,13 +360,13 @@ class RefusedError(Exception):
 
 
 class UnreachableError(RefusedError):
-    """Wraps the error of a request that could not be sent: retried for a while."""
+    """Wraps the error of a request that could not be sent; it is retried briefly."""
 
     error: DatasetError
 
 
 class Tries:
-    """Makes requests by a policy, for one dataset on one event loop."""
+    """Makes requests with timeouts, retries and hedging, for a dataset on a loop."""
 
     def __init__(self, policy: Requests) -> None:
         self._policy = policy
@@ -384,15 +384,15 @@ class Tries:
     ) -> T:
         """Return the result of ``attempt``, retried until the deadline.
 
-        A ``DatasetError`` is retried, an ``UnreachableError`` for 5 seconds if the
-        server never answered, a ``RefusedError`` not at all.
+        A ``DatasetError`` is retried. An ``UnreachableError`` is retried for 5 seconds
+        if the server never answered. A ``RefusedError`` is not retried.
 
         Args:
             attempt: Makes one request.
-            server: The store that receives it.
+            server: The store that receives the request.
             key: The key, for messages.
-            began: Start of the deadline, by the loop's clock; default: now.
-            sent: Attempts that failed before, since ``began``.
+            began: When the deadline started, by the loop's clock; the default is now.
+            sent: How many attempts have already failed since ``began``.
             may_hedge: Whether two attempts may run at once.
         """
         policy, clock = self._policy, asyncio.get_running_loop().time
@@ -413,7 +413,7 @@ class Tries:
                     failed = answer = result
                 elif answer is None or seconds == policy.timeout:
                     failed = _unanswered(server.locate(key), seconds, answer)
-                else:  # cut short by the deadline: the previous error says more
+                else:  # the deadline cut it short: the previous error is clearer
                     failed = answer
                 RETRIED[asyncio.current_task()] = failed
                 sent += failed.attempts
@@ -444,7 +444,7 @@ class Tries:
         return result
 
     async def _hedged(self, attempt: Attempt[T]) -> T:
-        """Send a slow request again; return the first result, or the last error."""
+        """Make a second attempt if the first is slow; return the first result."""
         delay = statistics.quantiles(self._durations, n=20)[-1]
         waiting = {asyncio.create_task(attempt())}
         requests = set(waiting)
@@ -467,7 +467,7 @@ class Tries:
 async def _tried(
     attempt: Attempt[T], server: Store, seconds: float
 ) -> T | DatasetError | TimeoutError:
-    """Return the result of one attempt, or its error, which may be retried."""
+    """Make one attempt; return its result, or an error that may be retried."""
     task, is_late = asyncio.current_task(), False
     assert task is not None
 
@@ -476,7 +476,7 @@ async def _tried(
         is_late = True
         task.cancel()
 
-    # This takes 2 us, `asyncio.timeout` 4 to 8.
+    # A timer takes 2 us per attempt, `asyncio.timeout` 4 to 8.
     before = task.cancelling()
     timer = asyncio.get_running_loop().call_later(seconds, end)
     try:
@@ -493,7 +493,7 @@ async def _tried(
         server.has_answered, server.is_refusing = True, False
         if isinstance(failure, RefusedError):
             raise failure.error from failure.error.__cause__
-        # Its frames refer to it, a cycle that would keep the user's iterator alive.
+        # A traceback would form a cycle, which keeps the user's iterator alive.
         return failure.with_traceback(None)
     finally:
         timer.cancel()

@@ -1,7 +1,7 @@
-"""Storage: bytes, versions and sizes of addresses, on disk or in any store.
+"""Access to the bytes, versions and sizes of shards, on disk or in any store.
 
-Paths and ``file://`` URLs are read from disk, other URLs by a store, one per bucket or
-host. Patterns are expanded: braces always, ``*``, ``?`` and ``[`` by a listing.
+Paths and ``file://`` URLs are read from disk, other URLs through a store per bucket or
+host. Patterns are expanded: braces textually, ``*``, ``?`` and ``[`` by a listing.
 """
 
 import contextlib
@@ -57,21 +57,21 @@ from aioloader.datasets._stores.sources import OwnStore, Requests, Store
 from aioloader.datasets._stores.stores import store_of
 from aioloader.datasets._stores.unpack import UNPACK_BYTES
 
-# A shard's bytes, in order.
+# A reader of a shard's bytes, in order.
 Bytes: TypeAlias = FileBytes | ObjectBytes
 
 
 class SizedListing(list[Any]):
-    """Addresses or shards, with all their lengths if a listing had them."""
+    """Addresses or shards; ``sizes`` has the length of each if a listing had all."""
 
     sizes: "list[int] | None" = None
 
 
 class Storage:
-    """Opens addresses, or keys of ``store`` if given; pickled without open stores.
+    """Opens addresses, or keys of ``store`` if given; pickles without open stores.
 
-    ``options`` are for the stores of URLs. ``addresses`` are those to be opened later:
-    if all are paths, no client is made.
+    ``options``: store options for URLs. ``addresses``: what will be opened later; if
+    all are paths, the storage needs no client.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Storage:
             self._check(addresses)
 
     def _check(self, addresses: Sequence[Address]) -> None:
-        """Check the first address, and that its store accepts the options."""
+        """Check the first (remote) address, and that its store accepts the options."""
         remote = (address for address in addresses if not is_local(address))
         first = next(remote, None) if self._options else addresses[0]
         if first is None:
@@ -120,23 +120,23 @@ class Storage:
         return clone
 
     def elsewhere(self, address: Address) -> Self:
-        """Return the storage of an address outside of a given store, without cache."""
+        """Return an uncached storage for an address that is not in the given store."""
         options = self.options_of(address)
         return type(self)(None, options, self._requests, None, [address])
 
     def options_of(self, address: Address) -> StoreOptions:
-        """Return the options for the store of an address; none for a path."""
+        """Return the store options that apply to an address; none apply to a path."""
         return {} if is_local(address) else self._options
 
     def enter(self) -> None:
-        """Keep this loop's connections open until a matching ``aclose``."""
+        """Keep this loop's connections open until the matching ``aclose``."""
         if self._per_loop is not None:
             self._per_loop.here().users += 1
 
     async def expand(self, patterns: Any) -> SizedListing:
-        """Return the addresses that ``patterns`` match; those of a ``*`` are sorted.
+        """Return the addresses that match ``patterns``, sorted within each pattern.
 
-        An iteration begins with this call, and ends with ``aclose``.
+        Every iteration begins with this call and ends with ``aclose``.
         """
         self.enter()
         addresses = SizedListing()
@@ -161,7 +161,7 @@ class Storage:
         return addresses
 
     async def _matches(self, address: Address) -> SizedListing:
-        """Return the addresses that match a pattern; a plain address matches itself."""
+        """List a pattern's matches; an HTTP URL without ``*`` matches only itself."""
         store, root, pattern = self._store, None, address
         if store is not None:
             pattern = address.removeprefix("/")
@@ -191,21 +191,21 @@ class Storage:
         return matches
 
     def label(self, address: Address) -> str:
-        """Return an address for messages, without secrets."""
+        """Return an address as shown in messages, without secrets."""
         if (path := self.path(address)) is not None:
             return path
         store, key = self._store_of(address)
         return store.locate(key)
 
     def name(self, address: Address) -> str:
-        """Return a shard's name without secrets; its folders may be columns."""
+        """Return a shard's name without secrets; the folders may encode columns."""
         return address if self._store is not None else name_of(address)
 
     def path(self, address: Address) -> str | None:
         """Return the path of a local file; None for a remote object."""
         if self._store is not None:
             return None
-        if "://" in address:  # checked first: plain paths are frequent
+        if "://" in address:  # a quick check, because most addresses are paths
             if not is_local(address):
                 return None
             address = path_of(address)
@@ -231,7 +231,7 @@ class Storage:
         expected: ExpectedVersion = ANY_VERSION,
         stop: int | None = None,
     ) -> Bytes:
-        """Return the bytes of a shard from ``start`` on, without a request yet."""
+        """Return a reader of a shard's bytes from ``start``; send no request yet."""
         if (path := self.path(address)) is not None:
             return FileBytes(path, start, budget, expected, stop)
         if expected.version is None:
@@ -258,7 +258,7 @@ class Storage:
         stop: int = 0,
         version: Version | None = None,
     ) -> tuple[bytes, Version]:
-        """Return a range of a file or object, and its version, checked if given.
+        """Return a range of a file or object, of ``version`` if given, and the version.
 
         A negative ``start`` counts from the end; a ``stop`` of 0 is the end.
         """
@@ -272,7 +272,7 @@ class Storage:
         return checked(data, stop - start, self.label(address)), version
 
     def check(self, address: Address, version: Version) -> None:
-        """Check that a local file is unchanged, or deleted while open. Blocks."""
+        """Check that a local file is unchanged; it may have been deleted. Blocks."""
         if (path := self.path(address)) is None:
             return
         try:
@@ -286,9 +286,9 @@ class Storage:
     async def sizes(
         self, addresses: Sequence[Address], *, must: bool
     ) -> list[int] | None:
-        """Return the lengths of shards, in bytes; None unless all are known.
+        """Return the lengths of shards in bytes; None unless all are known.
 
-        With ``must``, objects that were not listed are requested.
+        With ``must``, the sizes of objects that were not listed are requested.
         """
         if isinstance(addresses, SizedListing) and addresses.sizes is not None:
             return addresses.sizes
@@ -302,10 +302,10 @@ class Storage:
         try:
             return [os.stat(self.path(a) or "").st_size for a in addresses]  # noqa: PTH116  (many)
         except OSError:
-            return None  # remote; or missing, an error when it is read
+            return None  # a shard is remote, or missing: reading it will raise
 
     def stored(self, address: Address) -> StoredObject:
-        """Return a remote object, to be read on this loop."""
+        """Return a remote object, whose requests run on this loop."""
         store, key = self._store_of(address)
         cache, name = self.cache, address
         if self._store is not None:
@@ -324,7 +324,7 @@ class Storage:
         return here.listed(*place)
 
     async def aclose(self) -> None:
-        """Wait for this loop's requests; with the last user, close its connections."""
+        """Wait for this loop's requests; after the last user, close connections."""
         if self._per_loop is None:
             return
         here = self._client()
@@ -347,7 +347,7 @@ async def read_whole(source: Bytes) -> bytes:
     return b"".join(parts)
 
 
-# Abandoned if cancelled: a file system may hang, and these calls change nothing.
+# Cancellation abandons the call: file systems may hang, and the call changes nothing.
 _read_in_thread = partial(in_thread, abandon_on_cancel=True)
 
 
@@ -358,7 +358,7 @@ def _matching_keys(
     addresses = SizedListing(
         keys if root is None else [spell(root, key) for key in keys]
     )
-    items = listing.items()  # in the same order
+    items = listing.items()  # an iterator, in the order of ``keys``
     addresses.sizes = [
         next(size for name, size in items if name == key) for key in keys
     ]

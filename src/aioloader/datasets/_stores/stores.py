@@ -1,7 +1,7 @@
-"""Object stores of obstore: range requests, listings, and reads of whole objects.
+"""Object stores accessed through obstore: ranges, listings, and whole objects.
 
-Each process that uses a URL opens its store at the first read. A pickle holds the URL
-and the options; if these are secret, only the loader's own workers can get it.
+Each process opens the store of a URL at its first read. A pickle contains the URL and
+the options; if they include secrets, only the loader's own workers can get the pickle.
 """
 
 import asyncio
@@ -64,16 +64,16 @@ if TYPE_CHECKING:
 
 _PRECONDITION_FAILED = 412
 _CHUNK = 1 << 20
-# Compressions; other codings, such as "aws-chunked", may be left over in metadata.
+# Compressions. Other codings, such as "aws-chunked", may be remnants in metadata.
 _CODINGS = {"gzip", "x-gzip", "deflate", "br", "zstd"}
 _HINT = "; to read from others, pass a file system of fsspec or a Source as store="
-# Endings of names whose objects may be HTML.
+# Endings of names whose objects may really be HTML.
 _HTML_ENDINGS = {"html", "htm", "xhtml", "shtml", "php", "asp", "aspx", "jsp", "cgi"}
 
 
 def store_of(store: Any, options: StoreOptions) -> Store:
-    """Return the Store for a URL, a path, or an object that the user has made."""
-    spec = sys.modules.get("fsspec.spec")  # imported if there is a file system
+    """Return the ``Store`` for a ``store=`` argument: a URL, path, store or source."""
+    spec = sys.modules.get("fsspec.spec")  # None: no file systems
     is_system = isinstance(store, getattr(spec, "AbstractFileSystem", ()))
     is_hub = isinstance(store, str) and store.startswith("hf://")
     if options and (is_system or isinstance(store, Source)):
@@ -89,12 +89,12 @@ def store_of(store: Any, options: StoreOptions) -> Store:
     return file_systems.FileSystemStore(store)
 
 
-# The process in which obstore's runtime was started.
+# The pid of the process that started obstore's runtime; a fork inherits it.
 _STARTED_IN: list[int] = []
 
 
 def _claim_runtime() -> None:
-    """Check that obstore's runtime was not started before a fork."""
+    """Raise if obstore's runtime was started before this process was forked."""
     pid = os.getpid()
     if not _STARTED_IN:
         _STARTED_IN.append(pid)
@@ -107,9 +107,9 @@ def _claim_runtime() -> None:
 
 
 class ObstoreStore(Store):
-    """A store of obstore, opened once in each process that uses it."""
+    """An object store accessed through obstore; each process opens it once."""
 
-    _has_ranges = True  # until it refuses a range of an object of known size
+    _has_ranges = True  # until the server refuses a range in ``whole``
 
     def __init__(
         self, store: "Address | os.PathLike[str] | ObjectStore", options: StoreOptions
@@ -118,7 +118,7 @@ class ObstoreStore(Store):
         self._url: Address = ""
         self._given: ObjectStore | Sealed[ObjectStore] | None = None
         self._options = options
-        # With the pid that made it; sealed, because its repr shows a query.
+        # With the pid of its process. Sealed, because its repr shows the URL's query.
         self._made: tuple[int, Sealed[ObjectStore]] | None = None
         self._flights = PerLoop(Flights)
         if isinstance(store, (str, os.PathLike)):
@@ -138,14 +138,14 @@ class ObstoreStore(Store):
             secret = ", ".join(_secrets_of(store))
             self._given = Sealed(store, secret) if secret else store
         super().__init__(label)
-        if label == "memory://":  # the same for all such stores
+        if label == "memory://":  # all memory stores share this label
             self.cache_name: str | None = None
-        if options:  # check them now; a file may exist only where the dataset is read
+        if options:  # check them now, but a file may exist only on the reading machine
             with contextlib.suppress(DatasetError):
                 self._made = os.getpid(), Sealed(self._make(), "")
 
     def _opened(self) -> "ObjectStore | None":
-        """Return the store if it is open in this process."""
+        """Return the store if this process has opened it, or None."""
         _claim_runtime()
         if (given := self._given) is not None:
             store: ObjectStore = revealed(given)
@@ -155,13 +155,13 @@ class ObstoreStore(Store):
 
     def open(self) -> "ObjectStore":
         if (store := self._opened()) is None:
-            # Two threads may each make a store: one is dropped after its request.
+            # Two threads may each open a store; one is dropped after its request.
             store = self._make()
             self._made = os.getpid(), Sealed(store, "")
         return store
 
     async def opened(self) -> "ObjectStore":
-        """Return the store; open it in a thread, because that reads files."""
+        """Return the store; open it in a thread if needed, because that reads files."""
         if (store := self._opened()) is not None:
             return store
         try:
@@ -201,7 +201,7 @@ class ObstoreStore(Store):
         return {**self.__dict__, "_made": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # Now: the first read is on an event loop, and an import reads files.
+        # Import obstore now: the first read is on a loop, which an import would block.
         import_obstore()
         self.__dict__.update(state)
 
@@ -214,7 +214,7 @@ class ObstoreStore(Store):
         if version is not None and version.strong:
             options["if_match"] = version.strong
         try:
-            # No variable for a request: see ``Flights.follow``.
+            # A variable for the request would keep a reference: see ``Flights.follow``.
             result = await follow(obstore.get_async(store, key, options=options))
             self.check_coding(key, result)
             data, meta = await follow(result.bytes_async()), result.meta
@@ -225,17 +225,17 @@ class ObstoreStore(Store):
             reason = Reason(exc)
             if reason.is_cut_short or not reason.is_out_of_range:
                 raise
-        # The object ends before the range; get its size, which the error lacks.
+        # The object ends before the range. Get its size, which the error does not have.
         now = (await self.get(key, 0, 1)).version if start else await self.head(key)
         return Piece(b"", now)
 
     async def head(self, key: str) -> Version:
-        """Return an object's version by a HEAD request."""
+        """Return an object's version, by a HEAD request."""
         obstore, store = import_obstore(), await self.opened()
         return version_of(await self.follow(obstore.head_async(store, key)))
 
     async def pages(self, prefix: str, after: str | None) -> AsyncIterator[Sized]:
-        # obstore adds a web server's path to keys that it lists, not to those it reads.
+        # obstore puts a web server's path before listed keys, but not before read keys.
         root = _path_of_web(self.label)
         stream = import_obstore().list(
             await self.opened(), prefix or None, offset=after, chunk_size=PAGE_KEYS
@@ -244,9 +244,9 @@ class ObstoreStore(Store):
             yield [(meta["path"].removeprefix(root), meta["size"]) for meta in page]
 
     def failure(self, key: str, error: Exception, verb: str) -> Exception:
-        """Return the exception to raise for one of obstore; return others unchanged.
+        """Return the exception to raise for one of obstore's; others are unchanged.
 
-        A refused ``NoRangesError`` if the server sent a whole object for a range.
+        A server that answers a range with the whole object is a ``NoRangesError``.
         """
         if isinstance(error, DatasetError) or not isinstance(error, obstore_errors()):
             return error
@@ -261,7 +261,7 @@ class ObstoreStore(Store):
         is_final = isinstance(failure, (FileNotFoundError, PermissionError))
         is_final |= isinstance(error, bugs) or reason.is_bad_key
         is_final |= reason.has_no_length or reason.is_circular
-        # Not every HTTP server has a listing.
+        # Most HTTP servers have no listing.
         is_web_listing = verb == "list" and location.startswith("http")
         is_final |= is_web_listing and type(failure) is DatasetError
         if is_final or reason.status in FINAL:
@@ -269,13 +269,13 @@ class ObstoreStore(Store):
         return UnreachableError(failure) if reason.is_unreachable else failure
 
     async def whole(self, key: str, size: int) -> "Bytes":
-        """Read an object: by one ranged request if its size is known."""
+        """Read a whole object; by one ranged request if its ``size`` is known."""
         obstore, follow = import_obstore(), self.follow
         store = self._opened() or await self.opened()
         try:
             if size and self._has_ranges:
-                # One byte more than listed, to notice an object that has grown. This
-                # costs a quarter less CPU than ``get`` and ``bytes``.
+                # Request one byte more than listed, to notice an object that has grown.
+                # This needs a quarter less CPU than ``get`` and ``bytes``.
                 body: Bytes = await follow(
                     obstore.get_range_async(store, key, start=0, end=size + 1)
                 )
@@ -288,14 +288,14 @@ class ObstoreStore(Store):
                 raise
         body = await self._announced(store, key)
         if not body or (size and len(body) != size):
-            # Empty, changed since the listing, or not the object.
+            # It is empty, has changed since the listing, or is not the object.
             expected = (await self.head(key)).size
             if expected != len(body):
                 raise truncated(self.locate(key), expected, len(body))
         return body
 
     async def _announced(self, store: "ObjectStore", key: str) -> "Bytes":
-        """Read an object, and check its body against the announced length."""
+        """Read a whole object; check the body's length against the announced one."""
         obstore, follow = import_obstore(), self.follow
         result = await follow(obstore.get_async(store, key))
         self.check_page(key, result)
@@ -305,24 +305,24 @@ class ObstoreStore(Store):
         except obstore.exceptions.GenericError as exc:
             if not Reason(exc).is_cut_short:
                 raise
-            # Read it again, to find out how many bytes arrive.
+            # Read it again in small chunks, to find out how many bytes arrive.
             whole, pieces = WholeObject(self, key, chunk=1), []
             while piece := (await whole.next()).data:
                 pieces.append(piece)
             return obstore.Bytes(b"".join(pieces))  # type: ignore[no-any-return]
-        # obstore accepts a body that ends early.
+        # obstore does not notice a body that ends early.
         if len(body) != result.meta["size"]:
             raise truncated(self.locate(key), result.meta["size"], len(body))
         return body
 
     def check_coding(self, key: str, result: Any) -> None:
-        """Check that an object is not compressed, unless its name says so."""
+        """Raise if the server sends a compressed object whose name does not show it."""
         coding = result.attributes.get("Content-Encoding")
         if coding in _CODINGS and unpacker_of(location := self.locate(key)) is None:
             raise RefusedError(compressed(location, coding))
 
     def check_page(self, key: str, result: Any) -> None:
-        """Check that a response is not a web page in place of the object."""
+        """Raise if the response is a web page, as from a proxy, and not the object."""
         kind = str(result.attributes.get("Content-Type", ""))
         if "text/html" not in kind.lower():
             return
@@ -340,7 +340,7 @@ class ObstoreStore(Store):
 
 
 class WholeObject:
-    """Streams an object from a server without ranges; a retry skips known bytes."""
+    """Streams an object without range requests; retries skip delivered bytes."""
 
     def __init__(
         self,
@@ -352,13 +352,13 @@ class WholeObject:
         self._store, self._key, self._tries = store, key, tries
         self._chunk = chunk
         self._version: Version | None = None
-        self._returned = 0  # bytes
-        self._requests = 0  # for the next piece
+        self._returned = 0  # bytes delivered
+        self._requests = 0  # sent for the next piece
         self._stream: Any = None
-        self._received = 0  # bytes of this response
+        self._received = 0  # bytes of the current response
 
     async def read(self) -> Piece:
-        """Return the next piece; an empty one at the end."""
+        """Return the next piece, with retries; an empty piece at the end."""
         store, began = self._store, asyncio.get_running_loop().time()
         assert self._tries is not None
         make = partial(self._tries.make, server=store, key=self._key, began=began)
@@ -367,7 +367,7 @@ class WholeObject:
             attempt = lambda: store.ask(self._key, self.next())  # noqa: E731
             piece = await make(attempt, sent=self._requests, may_hedge=False)
             data = memoryview(piece.data)
-            if not data and not self._returned:  # is it really empty?
+            if not data and not self._returned:  # check that the object is empty
                 current = await make(
                     lambda: store.ask(self._key, store.head(self._key))
                 )
@@ -379,10 +379,10 @@ class WholeObject:
                 return Piece(fresh, piece.version)
 
     async def next(self) -> Piece:
-        """Return the next chunk of the response, or the first of a new response."""
+        """Return the current response's next chunk; send a request if there is none."""
         obstore, follow = import_obstore(), self._store.follow
         location = self._store.locate(self._key)
-        stream, self._stream = self._stream, None  # kept only after a good read
+        stream, self._stream = self._stream, None  # restored after a good read
         if stream is None:
             store = await self._store.opened()
             self._requests += 1
@@ -426,13 +426,13 @@ def _secrets_of(store: "ObjectStore") -> Iterator[str]:
 
 
 def _label_of_url(address: Address) -> str:
-    """Return a URL without secrets; a ValueError if its scheme is unknown."""
+    """Return a URL without secrets; raise a ValueError if its scheme is unknown."""
     if is_local(address):
         return path_of(address)
     label = redact_url(address)
     try:
         known = bool(import_obstore().parse_scheme(address))
-    except Exception:  # noqa: BLE001  (its text may show the whole URL)
+    except Exception:  # noqa: BLE001  (not shown: its text may have the whole URL)
         known = False
     if known:
         return "memory://" if label == "memory:" else label
@@ -460,7 +460,7 @@ def _label_of_store(store: "ObjectStore") -> str:
 
 
 def _path_of_web(label: str) -> str:
-    """Return the path in a web server's URL, the prefix of keys that it lists."""
+    """Return the path in a web server's URL; obstore puts it before listed keys."""
     if not label.startswith(("http://", "https://")) or label.count("/") < 3:
         return ""
     path = unquote(label.split("/", 3)[3]).strip("/")
@@ -468,11 +468,11 @@ def _path_of_web(label: str) -> str:
 
 
 def _is_same(meta: Any, known: Version) -> bool:
-    """Return whether a response has a known version; a quick check by its tag."""
+    """Return whether a response has the ``known`` version, by strong tag and size."""
     tag = known.strong
     return tag is not None and tag == meta["e_tag"] and known.size == meta["size"]
 
 
 def version_of(meta: Any) -> Version:
-    modified = meta["last_modified"].timestamp() or None  # zero means unknown
+    modified = meta["last_modified"].timestamp() or None  # 0 means unknown
     return Version(meta["size"], meta.get("e_tag"), modified)

@@ -1,4 +1,4 @@
-"""Decompress shards in bounded pieces, whatever the compression ratio."""
+"""Decompression of shards in pieces of bounded size, however high the ratio."""
 
 import contextlib
 import importlib
@@ -13,11 +13,11 @@ from aioloader.errors import DatasetError, TruncatedReadError
 
 _PIECE = 1 << 19
 
-# Yields unpacked pieces, or None to receive the next packed piece: an empty one at the
-# end, None if it has not arrived yet.
+# A generator that yields unpacked pieces, or None to ask for a packed piece. Send it an
+# empty piece at the end, or None if no piece has arrived yet.
 Unpacking: TypeAlias = Generator[bytes | None, Buffer | None, None]
-# The module that unpacks; packed bytes per call; the most bytes that a call returns, if
-# it accepts a limit. zstandard does not: 1 KB may unpack to 32 MB.
+# The module that unpacks, the packed bytes per call, and the limit of unpacked bytes in
+# a call. zstandard accepts no limit: 1 KB may unpack to 32 MB.
 _Packing: TypeAlias = tuple[str, int, tuple[int, ...]]
 _BY_ENDING: dict[str, _Packing] = {
     **dict.fromkeys(("gz", "tgz"), ("zlib", 1 << 16, (_PIECE,))),
@@ -25,14 +25,14 @@ _BY_ENDING: dict[str, _Packing] = {
     **dict.fromkeys(("bz2", "tbz2"), ("bz2", 1 << 16, (_PIECE,))),
     **dict.fromkeys(("xz", "txz"), ("lzma", 1 << 16, (_PIECE,))),
 }
-# Default limit of memory; the largest preset of xz needs 65 MB.
+# Default memory limit; xz needs 65 MB for its largest preset.
 UNPACK_BYTES = 1 << 27
-# Bits of the most memory that any format may need.
+# An upper bound, in bits, of the memory size that any format may need.
 _MAX_BITS = 33
 
 
 def unpacker_of(name: str) -> Callable[[str, int], Unpacking] | None:
-    """Return a function (label, memory limit) that unpacks such shards, or None."""
+    """Return the unpacker (label, memory limit) for a shard's name; None if plain."""
     packing = _BY_ENDING.get(name.rpartition(".")[2].lower())
     return packing and (
         lambda location, most: _unpack(_Members(packing, most), location)
@@ -40,7 +40,7 @@ def unpacker_of(name: str) -> Callable[[str, int], Unpacking] | None:
 
 
 def _unpack(members: "_Members", location: str) -> Unpacking:
-    """Unpack a shard; a DatasetError says where it is damaged or ends early."""
+    """Unpack a shard; raise a DatasetError if it is damaged or ends early."""
     received = unpacked = 0
     while True:
         packed: Buffer | None = None
@@ -58,13 +58,13 @@ def _unpack(members: "_Members", location: str) -> Unpacking:
                 if sum(map(len, parts)) >= _PIECE:
                     yield b"".join(parts)
                     parts.clear()
-        except Exception as error:  # noqa: BLE001  (raised after the good bytes)
+        except Exception as error:  # noqa: BLE001  (raised after the valid bytes)
             failure = error
         if any(parts):
             yield b"".join(parts)
         if failure is not None:
             raise members.error(failure, location, unpacked) from failure
-    inner = members.inner  # at least one member, and all complete
+    inner = members.inner  # there must be a member, and the last one must be complete
     if inner is None or not inner.eof:
         raise TruncatedReadError(
             f"{location!r} ends within its packed data, after byte {unpacked:,} of its "
@@ -76,16 +76,16 @@ def _unpack(members: "_Members", location: str) -> Unpacking:
 
 
 class _Members:
-    """Unpacks a sequence of gzip members or frames; zeros between them are padding."""
+    """Unpacks concatenated members or frames; skips zero padding between them."""
 
     def __init__(self, packing: _Packing, most: int) -> None:
         module, self._length, self._limit = packing
         self._make, self._most = _maker_of(module), most
         self.inner: Any = None
-        self._head = b""  # of this member
+        self._head = b""  # first packed bytes of this member
 
     def unpack(self, packed: memoryview) -> Iterator[bytes]:
-        """Unpack bytes, in bounded parts."""
+        """Unpack bytes; yield parts of bounded size (zstandard's excepted)."""
         for start in range(0, len(packed), self._length):
             part, is_full = bytes(packed[start : start + self._length]), False
             while part or is_full:
@@ -103,7 +103,7 @@ class _Members:
                 yield data
 
     def error(self, failure: Exception, location: str, unpacked: int) -> DatasetError:
-        # Find a power of two that suffices: lzma does not report the memory it needs.
+        # Try powers of two, because lzma does not report how much memory it needs.
         is_memory = "memory" in str(failure).lower()
         for bits in range(self._most.bit_length(), _MAX_BITS) if is_memory else ():
             with contextlib.suppress(Exception):
@@ -121,9 +121,9 @@ class _Members:
 
 
 def _maker_of(name: str) -> Callable[[int], Any]:
-    """Return a function from a limit of memory to a decompressor of one member."""
+    """Return a function that makes a member's decompressor, given a memory limit."""
     if name == "zstandard":
-        # Before 3.14, the import would search folders for each shard.
+        # Before Python 3.14, this failing import would search folders for each shard.
         if sys.version_info >= (3, 14):
             with contextlib.suppress(ImportError):
                 zstd: Any = importlib.import_module("compression.zstd")
@@ -134,7 +134,7 @@ def _maker_of(name: str) -> Callable[[int], Any]:
         zstandard = imported(name, "zstd", "zstandard shards need zstandard")
         make = zstandard.ZstdDecompressor
         return lambda most: make(max_window_size=most).decompressobj()
-    module: Any = importlib.import_module(name)  # Python may be built without it
+    module: Any = importlib.import_module(name)  # some builds of Python lack it
     if name == "zlib":
         return lambda _most: module.decompressobj(16 + module.MAX_WBITS)
     if name == "bz2":
