@@ -172,7 +172,7 @@ class Dispatcher:
             self.workers.append(worker)
 
     def submit(self, pipeline: Pipeline, task: BatchTask) -> None:
-        """Send a request for ``task``; if its stream has ended, deliver that instead."""
+        """Send a request for ``task``; deliver at once if its stream has ended."""
         worker = self.workers[task.number % len(self.workers)]
         number, indices, resume = task.number, task.indices, None
         if self.replicas is not None:
@@ -241,7 +241,7 @@ class Dispatcher:
             self.flush()
 
     def accept(self, frame: bytes | memoryview) -> BaseException | None:
-        """Handle a worker's message: deliver a result, or return an error of its start."""
+        """Handle a worker's message: deliver a result, or return a fatal error."""
         kind, number, name, *made = RESULT_HEAD.unpack_from(frame)
         worker = self.workers[number]
         if kind == READY:

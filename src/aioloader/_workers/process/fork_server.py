@@ -162,7 +162,7 @@ class ServedLauncher(Launcher):
             self.hang_up()  # it died while idle
 
     def join(self, timeout: float) -> bool:
-        """Wait for the workers to end and keep the supervisor; return whether they have."""
+        """Wait for the workers to end and keep the supervisor; False: it timed out."""
         for note in self.notes(timeout):
             if note.word == "ended" and self.control is not None:
                 self._supervisors.give_back(self.control, self._supervisor)

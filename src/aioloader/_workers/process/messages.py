@@ -99,13 +99,13 @@ class Packer(threading.local):
         self._used = 0
 
     def reset(self) -> None:
-        """Start a new batch; free the slot of one that is not sent, such as a failed one."""
+        """Start a new batch; free the slot of one that is not sent from it."""
         if self._ref is not None:
             self._arena.free(self._ref)
         self._forget()
 
     def lease(self, nbytes: int) -> Any:
-        """Return writable memory for a part of the batch, in the batch's slot if it fits."""
+        """Return writable memory for a part of the batch, in a slot if it fits."""
         if self._ref is None:
             self._ref, self._view = self._arena.take(max(nbytes, self._wanted))
         start = aligned(self._used)
@@ -115,7 +115,7 @@ class Packer(threading.local):
         return _bytes_of(self._view)[start : start + nbytes]
 
     def pack(self, value: Any) -> list[Any]:
-        """Return the parts of the frame, after writing large ones to the slot.
+        """Return the parts of the frame for ``value``; write large data to a slot.
 
         Raises:
             Exception: The error of pickling ``value``.
@@ -124,7 +124,7 @@ class Packer(threading.local):
         return self._plain(value) or self._pickled(value)
 
     def _plain(self, value: Any) -> list[Any] | None:
-        """Return the frame's parts for a small batch of plain tensors; None for others."""
+        """Return the frame's parts for a small batch of plain tensors, else None."""
         if self._ref is not None:
             return None
         arrays: list[BatchArray] = []
@@ -305,7 +305,7 @@ def _form_of(
 
 @functools.lru_cache(_MAX_HEADS)
 def _describe(form: Any, *kinds: Any) -> tuple[bytes, list[bytes]]:
-    """Return the head of a frame with tensors of ``kinds``, and the padding after each."""
+    """Return a frame's head for tensors of ``kinds``, and the padding after each."""
     leaves, gaps, start = [], [], 0
     for dtype, shape in zip(kinds[::2], kinds[1::2], strict=True):
         array = torch.empty(shape, dtype=dtype, device="cpu").numpy()
@@ -326,5 +326,5 @@ def _address(buffer: Any) -> int:
 
 
 def _bytes_of(array: "np.ndarray[Any, np.dtype[np.uint8]]") -> memoryview:
-    """Return a memoryview, which keeps the owner of ``array`` alive; a view would not."""
+    """Return a memoryview; unlike a numpy view, it keeps the memory's owner alive."""
     return memoryview(array)  # type: ignore[arg-type]

@@ -104,7 +104,7 @@ class Endpoint(abc.ABC):
         raise SystemExit(1)
 
     def leave(self, leave: Callable[[], object]) -> None:
-        """Call ``leave``, which leaves the lifespan; send its error, or else print it."""
+        """Call a lifespan's ``leave``; send its error, or print it without a loader."""
         try:
             leave()
         except BaseException as error:  # of the user's code
@@ -159,7 +159,7 @@ class Endpoint(abc.ABC):
     def answer(
         self, task: BatchTask, ticket: int, place: int, result: BatchResult
     ) -> None:
-        """Send the result of a request, then mark the request as no longer in flight."""
+        """Send the result of a request; the request is then no longer in flight."""
         if isinstance(result.error, (KeyboardInterrupt, SystemExit)):
             _end_process(result.error)
         self.enter("send", place)
@@ -193,7 +193,7 @@ class Endpoint(abc.ABC):
 
 
 class KernelEndpoint(Endpoint):
-    """An endpoint on Linux: a kernel queue of requests, a channel and pipe for results."""
+    """An endpoint on Linux: a kernel queue for requests, two ways for results."""
 
     def __init__(self, worker: int, ends: WorkerDescriptors) -> None:
         super().__init__(worker, ArenaWriter(ends.arena))
