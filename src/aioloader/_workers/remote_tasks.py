@@ -33,7 +33,7 @@ PackedTask: TypeAlias = tuple[bytes, list[Any]]
 
 
 def maker_of(spec: WorkerSpec, **options: Any) -> BatchMaker:
-    """Return a worker's batch maker; ``options`` are more arguments of ``BatchMaker``."""
+    """Return a worker's ``BatchMaker``; ``options`` are further arguments of it."""
     return BatchMaker(**spec.kwargs(), policy=FailurePolicy(spec.on_error), **options)
 
 
@@ -60,7 +60,7 @@ def open_request(maker: BatchMaker, request: PackedTask) -> BatchTask:
 
 
 def copied(packed: PackedTask, lease: Allocator) -> PackedTask:
-    """Copy a pickle's buffers to writable memory; ``lease`` provides that of big ones."""
+    """Copy a pickle's buffers to writable memory, which ``lease`` gives big ones."""
     return packed[0], [_copied(buffer, lease) for buffer in packed[1]]
 
 
@@ -190,7 +190,7 @@ class RemoteError:
     text: str  # the traceback in the worker
     notes: list[str]  # the notes, which some classes lose in pickling
     worker: int
-    stop: type[BaseException] | None = None  # the cause's type, if ``raising.raisable`` replaced a stop
+    stop: type[BaseException] | None = None  # the cause, if in ``STOPS``
 
     @classmethod
     def of(cls, error: BaseException, worker: int) -> "RemoteError":
@@ -201,7 +201,7 @@ class RemoteError:
         return cls(_pickled(error), type(error).__name__, text, notes, worker, stop)
 
     def raisable(self) -> BaseException:
-        """Return the exception, with the worker's traceback as a note; in the loader."""
+        """Return the exception to raise, with the worker's traceback as a note."""
         caught = f"Caught {self.name} in DataLoader worker process {self.worker}."
         text = f"{caught}\nOriginal {self.text}"
         notes = self.notes

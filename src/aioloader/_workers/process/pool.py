@@ -122,7 +122,7 @@ class WorkerPool(LastingPool):
         self._start(worker)
 
     def _fail(self, error: BaseException) -> None:
-        """End the pool, and fail all iterations that have requests with ``error``."""
+        """End the pool; iterations that wait for its batches raise ``error``."""
         pipelines = {ticket.pipeline for ticket in self._dispatcher.tickets.values()}
         for pipeline in pipelines:
             pipeline.fail(error)

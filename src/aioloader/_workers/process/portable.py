@@ -247,7 +247,7 @@ class PortablePool(WorkerPool):
         self._dispatcher.flush()
 
     def _listen(self, link: ProcessLink) -> None:
-        """Receive a process's results until it ends, then replace it; a thread runs this."""
+        """Receive a process's results until it ends, then replace it. A thread's target."""
         with contextlib.suppress(EOFError, OSError):
             while True:
                 if link.results.poll(_CHECK_SECONDS / (10 if link.late else 1)):

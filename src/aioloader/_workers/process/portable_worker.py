@@ -50,7 +50,7 @@ class PipeEndpoint(worker_main.Endpoint):
 
     def listen(self, stacks: int) -> None:
         """Receive requests until the loader is gone; runs in a separate thread."""
-        if sys.platform != "win32" and worker_main.STACK_SIGNAL:  # the main thread gets it
+        if sys.platform != "win32" and worker_main.STACK_SIGNAL:  # for the main thread
             signal.pthread_sigmask(signal.SIG_BLOCK, {worker_main.STACK_SIGNAL})
         with contextlib.suppress(EOFError, OSError):
             while True:
@@ -105,7 +105,7 @@ def end_all() -> None:
 
 
 def main(worker: int, loader: int, *ends: int) -> None:
-    """Make this interpreter a worker, as a ``multiprocessing`` process with its hooks."""
+    """Run a worker here, as a ``multiprocessing`` process, with the latter's hooks."""
     pipe: Any = connection.Connection
     files = list(ends[2:])
     if sys.platform == "win32":

@@ -23,7 +23,7 @@ class _ReplicaStream:
 
     has_begun: bool = False  # whether its process has started to read
     has_ended: bool = False
-    lost: WorkerDiedError | None = None  # the error for its next request, if it was lost
+    lost: WorkerDiedError | None = None  # if lost: its next request's error
     read: Progress | None = None  # its position: which of its batches have arrived
     state: Any = None  # the state from which it continued after a death
 
@@ -41,7 +41,7 @@ class StreamReplicas:
     def result_of(
         self, pipeline: Pipeline, task: BatchTask, worker: int
     ) -> BatchResult | None:
-        """Return a request's result if its stream has ended, without asking the worker."""
+        """Return a request's result if its stream has ended; do not ask the worker."""
         streams = self._streams[pipeline]
         stream = streams[worker]
         if task.again or not stream.has_ended:

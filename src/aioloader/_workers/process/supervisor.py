@@ -82,7 +82,7 @@ class Supervisor:
         self._surroundings: Surroundings | None = None
         # By pidfd: the worker's number, and its ``multiprocessing`` process.
         self._workers: dict[int, tuple[int, Any]] = {}
-        # The user's process, as workers' ``multiprocessing.parent_process()`` returns it.
+        # The user's process: ``multiprocessing.parent_process()`` of the workers.
         self._parent: Any = _parent_by(self.user, self.loader)
         os.setpgid(0, 0)  # a SIGTERM to the user's process group must not arrive here
         self._handlers = _ignored_signals()

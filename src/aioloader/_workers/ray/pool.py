@@ -72,7 +72,7 @@ class RayPool(LastingPool):
     """The Ray actors of one loader; may be used from any thread."""
 
     def __init__(self, workers: RayWorkers, spec: WorkerSpec) -> None:
-        self._ray, self._connection = workers.connect()  # kept until the actors have ended
+        self._ray, self._connection = workers.connect()  # kept until the end
         errors = self._ray.exceptions
         self._deaths = (
             *(errors.RayActorError, errors.NodeDiedError, errors.OutOfMemoryError),
@@ -190,7 +190,7 @@ class RayPool(LastingPool):
         seat.actor = self._make_actor.remote(seat.number)
 
     def _begin(self, seat: _ActorSlot) -> None:
-        """Call ``begin`` of a worker's actor, which runs as soon as Ray has placed it."""
+        """Call ``begin`` of a worker's actor; it runs once Ray has placed the actor."""
         seat.begun = None
         begun = seat.actor.begin.remote(*self._settings)
         self._when(begun, partial(self._has_begun, seat))
@@ -208,7 +208,7 @@ class RayPool(LastingPool):
             self._dispatch()
 
     def _fail(self, error: BaseException) -> None:
-        """End the pool, and fail all iterations that have requests with ``error``."""
+        """End the pool; iterations that wait for its batches raise ``error``."""
         held = [ticket for seat in self._seats for ticket in seat.tickets]
         waiting = {ticket.pipeline for ticket in (*held, *self._waiting)}
         pipelines = [pipeline for pipeline in waiting if not pipeline.is_closing]
@@ -218,7 +218,7 @@ class RayPool(LastingPool):
             pipeline.fail(error)
 
     def _when(self, reference: Any, then: Callable[[Done], None]) -> None:
-        """Call ``then`` in the pool's thread when Ray answers, unless the pool has ended."""
+        """Call ``then`` in the pool's thread when Ray answers, unless it has ended."""
 
         def call(done: Done) -> None:
             if not self._is_over:
@@ -285,8 +285,7 @@ class RayPool(LastingPool):
     def _recall(self, seat: _ActorSlot, ticket: _ActorTask) -> None:
         """Cancel a batch that is queued at an actor, and queue it here again.
 
-        Ray cancels the call when it would start. If it has started, its answer is
-        dropped.
+        Ray cancels a call that has not started; the answer of another is dropped.
         """
         self._ray.cancel(ticket.answer)
         seat.tickets.remove(ticket)

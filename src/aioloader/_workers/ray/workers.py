@@ -133,7 +133,7 @@ class RayWorkers:
         return ray, self._connection
 
     def _start(self, ray: Any) -> None:
-        """Connect to a cluster; start one if neither argument nor environment names it."""
+        """Connect to the cluster that is named; if none is, start one here."""
         options: dict[str, Any] = {}
         address = self.address or os.environ.get("RAY_ADDRESS")
         _check_client("RAY_ADDRESS", address)
