@@ -42,7 +42,7 @@ class Accelerator:
         self._stream: Any = None  # created in the stage's thread: may take seconds
 
     def locker(self) -> Locker | None:
-        """Return a function that page-locks host memory in place, if there is one."""
+        """Return a function that page-locks host memory in place, or None."""
         return None
 
     def enter_thread(self) -> None:
@@ -56,24 +56,24 @@ class Accelerator:
             self._module.set_stream(self._stream)  # and its device
 
     def is_locked(self, host: torch.Tensor) -> bool:
-        """Tell whether a tensor can be copied unstaged: pinned, or copies block."""
+        """Tell whether a tensor needs no staging: it is pinned, or copies block."""
         return not self.is_async or host.is_pinned()
 
     def staging(self, like: torch.Tensor) -> torch.Tensor:
-        """Return an empty host tensor, page-locked by torch if copies are async."""
+        """Return an empty tensor on the host, page-locked if copies are async."""
         return torch.empty_like(like, device="cpu", pin_memory=self.is_async)
 
     def copy(self, host: torch.Tensor) -> torch.Tensor:
         return host.to(self.device, non_blocking=self.is_async)
 
     def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Block until other streams have written ``tensors``; use them in this one."""
+        """Block until ``tensors`` are computed; record that this stream uses them."""
         self._module.synchronize(self.device)
         for tensor in tensors if self.is_async else ():
             tensor.record_stream(self._module.current_stream(self.device))
 
     def mark(self) -> torch.Event | None:
-        """Return a new event on this thread's stream; None if there are no streams."""
+        """Return an event recorded on this thread's stream; None without streams."""
         if not self.is_async:
             return None
         mark: torch.Event = self._new_event()

@@ -237,7 +237,7 @@ def _chooser(keys: BatchKeys, batch: Any) -> Choose:
 
 
 def _check_dense(tensors: Iterable[torch.Tensor]) -> None:
-    """Raise for tensors without ``record_stream``: their memory is reused too early."""
+    """Raise for tensors without ``record_stream``: their memory may be reused early."""
     for tensor in tensors:
         if tensor.layout is not torch.strided or is_traceable_wrapper_subclass(tensor):
             raise TypeError(
@@ -247,7 +247,7 @@ def _check_dense(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def _is_on_host(leaf: Any) -> bool:
-    """Tell whether an object with a method ``to`` is in host memory, if it says so."""
+    """Tell whether another library's array is in host memory; assume so if unknown."""
     device = getattr(leaf, "__dlpack_device__", None)
     if device is not None:
         return bool(device()[0] == _DLPACK_CPU)

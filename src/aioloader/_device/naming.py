@@ -120,7 +120,7 @@ def is_mesh(value: object) -> bool:
 def place_in(mesh: Any, name: str) -> int:
     """Return this process's coordinate in a ``DeviceMesh``.
 
-    ``name`` is the argument that got the mesh; errors mention it.
+    ``name`` is the argument that received the mesh; errors mention it.
 
     Raises:
         ValueError: If the mesh has several dimensions, or is without this process.

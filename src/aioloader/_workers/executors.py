@@ -84,7 +84,7 @@ class ExecutorWorkers(Pool):
         return f"is with {type(self._executor).__name__}"
 
     def _make_here(self, pipeline: Pipeline, task: BatchTask) -> BatchResult:
-        """Make a batch in one of the executor's threads, which becomes a worker."""
+        """Make a batch in one of the executor's threads, which acts as a worker."""
         ident, spec = threading.get_ident(), self._spec
         number = self._numbers[ident]
         dataset = pipeline.maker.dataset

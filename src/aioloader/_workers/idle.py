@@ -84,7 +84,7 @@ class IdleSupervisors:
         self._idle.append(IdleSupervisor(control, supervisor))
 
     def wait_later(self, wait: "Callable[[], object]") -> None:
-        """Call ``wait`` in a new thread; ``close`` waits for it. Safe in finalizers."""
+        """Call ``wait`` in a thread that ``close`` waits for. Safe in finalizers."""
         ended = _thread.allocate_lock()
         ended.acquire()
 
@@ -119,7 +119,7 @@ class IdleSupervisors:
 
 
 class Pools:
-    """The pools of one loader; they refer only to ``supervisors``, not to ``Pools``."""
+    """The pools of one loader. A pool refers to ``supervisors``, not to this object."""
 
     def __init__(self) -> None:
         self.supervisors = IdleSupervisors()

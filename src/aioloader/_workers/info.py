@@ -72,7 +72,7 @@ def get_worker_info() -> WorkerInfo | None:
 
 
 def use_batch_rng(task: BatchTask) -> AbstractContextManager[None]:
-    """Make ``WorkerInfo.rng`` return a batch's generators, in this context."""
+    """Make ``WorkerInfo.rng`` a batch's generators, in this thread or coroutine."""
     if task.key is not None:
         _KEYED.set(BatchGenerators(task.key))
     return _NOTHING

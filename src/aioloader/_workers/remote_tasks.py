@@ -33,7 +33,7 @@ PackedTask: TypeAlias = tuple[bytes, list[Any]]
 
 
 def maker_of(spec: WorkerSpec, **options: Any) -> BatchMaker:
-    """Return a worker's ``BatchMaker``; ``options`` are further arguments of it."""
+    """Return a worker's ``BatchMaker``; ``options`` are its other arguments."""
     return BatchMaker(**spec.kwargs(), policy=FailurePolicy(spec.on_error), **options)
 
 
@@ -60,7 +60,7 @@ def open_request(maker: BatchMaker, request: PackedTask) -> BatchTask:
 
 
 def copied(packed: PackedTask, lease: Allocator) -> PackedTask:
-    """Copy a pickle's buffers to writable memory, which ``lease`` gives big ones."""
+    """Copy a pickle's buffers to writable memory; ``lease`` allocates large buffers."""
     return packed[0], [_copied(buffer, lease) for buffer in packed[1]]
 
 

@@ -126,7 +126,7 @@ def swapped_in(key: int) -> Iterator[None]:
 
 
 def swapped_for(task: BatchTask) -> contextlib.AbstractContextManager[None]:
-    """Return ``swapped_in`` with the seed of ``task``; without a seed, do nothing."""
+    """Return ``swapped_in`` for the seed of ``task``; a null context if it has none."""
     key = task.key
     return contextlib.nullcontext() if key is None else swapped_in(key)
 

@@ -1,4 +1,4 @@
-"""Memory that workers share with a loader from which they are not forked.
+"""Share the loader's memory with workers that are not forked from it.
 
 Workers map the same files again. Tensors in shared memory and ``multiprocessing``'s
 shared objects stay shared: workers receive their descriptors. All else is copied.
@@ -123,7 +123,7 @@ def _map_arena(size: int, received: ReceivedDescriptor) -> Any:
 
 
 def _reduce_memmap(array: np.memmap[Any, Any]) -> Any:
-    """Reduce an array mapped from a file to its place there; copy it if it has none."""
+    """Pickle a memory-mapped array as its place in the file, or else by value."""
     root: Any = array
     while isinstance(root.base, np.ndarray):
         root = root.base

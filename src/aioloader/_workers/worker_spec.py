@@ -1,8 +1,8 @@
 """The functions, dataset and settings that a loader sends to its workers once.
 
-They are pickled by value, so that lambdas, local classes and notebooks work. One memory
-file has the pickle and its buffers. Every worker maps it privately: the machine has one
-copy, and no process sees another's writes.
+They are pickled by value, so that lambdas, local classes and notebooks work. Processes
+that are not forked from the loader's get one memory file with the pickle. They map it
+privately: the machine has one copy, and no process sees another's writes.
 """
 
 import contextlib
@@ -66,9 +66,9 @@ class WorkerSpec(Recipe):
     def is_addressed(self) -> bool:
         """Whether each request is for a certain worker, not for any free one.
 
-        True for replicas of a stream, and for stateful map-style datasets, because a
-        copy's state depends on the samples it has read. Also true if code may use the
-        worker's generators. Batches then go to workers round-robin, as in torch.
+        True for replicas of a stream; for stateful map-style datasets, because a copy's
+        state depends on the samples it has read; and if code may use a worker's own
+        generators. Batches then go to workers round-robin, as in torch.
         """
         is_own = self.rng == "worker" or self.worker_init_fn is not None
         return is_own or self.is_stream() or self.keeps_state

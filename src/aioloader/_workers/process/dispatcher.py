@@ -58,7 +58,7 @@ class Queue(abc.ABC):
         """Close the queue, so that workers see the end of requests."""
 
     def taken(self) -> set[int]:
-        """Return the tickets that live workers are known to have."""
+        """Return the tickets that live workers have certainly taken."""
         return set()
 
     def take_back(self) -> Iterator[bytes | memoryview]:
@@ -106,7 +106,7 @@ class Worker:
 
 @dataclass(eq=False, repr=False, slots=True)
 class Ticket:
-    """A request from its submission until its result, and who made it."""
+    """A request, from its submission until its result arrives."""
 
     pipeline: Pipeline
     task: BatchTask
@@ -172,7 +172,7 @@ class Dispatcher:
             self.workers.append(worker)
 
     def submit(self, pipeline: Pipeline, task: BatchTask) -> None:
-        """Send a request for ``task``; deliver at once if its stream has ended."""
+        """Send a request for ``task``, or deliver its result if its stream is over."""
         worker = self.workers[task.number % len(self.workers)]
         number, indices, resume = task.number, task.indices, None
         if self.replicas is not None:
@@ -328,7 +328,7 @@ class Dispatcher:
         self.samples.free(slot)
 
     def close(self) -> None:
-        """Drop all tickets and empty the queues, which the pool's stack closes."""
+        """Drop all tickets and requests; the pool's ``stack`` closes the queues."""
         self.tickets.clear()
         self.replicas = None  # it would keep pipelines alive
         for queue in self.queues:

@@ -78,7 +78,7 @@ class ForkServer:
         return bytes(received[0]).decode()
 
     def fork(self) -> Channel:
-        """Fork a supervisor; return the channel to it. ``OSError``: no server runs."""
+        """Return the channel to a new supervisor; raise ``OSError`` if this fails."""
         ours, theirs = Channel.pair()
         loader = os.pidfd_open(os.getpid())
         try:
@@ -162,7 +162,7 @@ class ServedLauncher(Launcher):
             self.hang_up()  # it died while idle
 
     def join(self, timeout: float) -> bool:
-        """Wait for the workers to end and keep the supervisor; False: it timed out."""
+        """Wait for the workers to end, then keep the supervisor; tell whether they did."""
         for note in self.notes(timeout):
             if note.word == "ended" and self.control is not None:
                 self._supervisors.give_back(self.control, self._supervisor)

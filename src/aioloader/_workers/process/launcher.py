@@ -127,7 +127,7 @@ class Launcher:
             self._supervisors.wait_later(partial(wait_or_kill, *ending))
 
     def advice(self) -> str:
-        """Return a hint at why a worker may be stuck, or an empty string."""
+        """Return a hint on why a worker may be stuck, or an empty string."""
         return ""
 
 
@@ -172,7 +172,7 @@ class ForkLauncher(Launcher):
         )
 
     def join(self, timeout: float) -> bool:
-        """Wait for the end of the supervisor, which outlives the workers."""
+        """Wait for the supervisor, which ends after the workers; tell whether it has."""
         for _ in self.notes(timeout):
             pass
         if self.control is not None:

@@ -99,13 +99,13 @@ class Packer(threading.local):
         self._used = 0
 
     def reset(self) -> None:
-        """Start a new batch; free the slot of one that is not sent from it."""
+        """Start a new batch; free the slot of the previous one if it was not sent."""
         if self._ref is not None:
             self._arena.free(self._ref)
         self._forget()
 
     def lease(self, nbytes: int) -> Any:
-        """Return writable memory for a part of the batch, in a slot if it fits."""
+        """Return writable memory for a part of the batch, if possible in its slot."""
         if self._ref is None:
             self._ref, self._view = self._arena.take(max(nbytes, self._wanted))
         start = aligned(self._used)

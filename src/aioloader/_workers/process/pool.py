@@ -1,8 +1,8 @@
 """The loader's side of its worker processes: requests, results and deaths.
 
 A ``ProcessPool`` has no thread: a waiting consumer reads the results that have arrived,
-sends requests while there is room, and handles deaths. Workers never wait for it, as
-long as the queue in the kernel has requests.
+sends requests while there is room, and handles deaths. Workers need not wait for that,
+as long as there are requests in the kernel's queue.
 """
 
 import abc
@@ -186,7 +186,7 @@ class WorkerPool(LastingPool):
 
 
 class ProcessPool(WorkerPool):
-    """Worker processes connected by Linux sockets and pipes, without a thread here.
+    """Worker processes connected by Linux sockets and pipes; needs no thread.
 
     ``method``: ``"fork"`` or ``"forkserver"``, as in ``multiprocessing``. ``locker``:
     page-locks the memory of batches; None: no locking.

@@ -1,4 +1,4 @@
-"""Worker processes by the standard library alone, for all platforms that torch has.
+"""Worker processes that need only the standard library, on all torch platforms.
 
 Each process is a new interpreter, with a pipe for requests and one for results. Two
 threads per process make the calls that block: one sends requests, the other reads
@@ -99,7 +99,7 @@ class ProcessLink:
         self._sender.post(job)
 
     def send(self, frame: bytes | None, segments: int = 0) -> None:
-        """Send a request, and lend memory for its batch; None: ask for the stack."""
+        """Send a request with memory for its batch; without one, ask for the stack."""
         lent = None if frame is None else self.arena.lend(segments)
         number, size, handle = lent or (-1, 0, None)
         head = LENT.pack(frame is not None, number, size, handle is not None)
@@ -129,7 +129,7 @@ class ProcessLink:
         return True
 
     def reap(self) -> int:
-        """Wait for the process to end, kill what it started, return its exit status."""
+        """Wait for the process to end, kill its children, return its exit status."""
         self.hang_up()
         while self.look():
             time.sleep(_PAUSE)
@@ -247,7 +247,7 @@ class PortablePool(WorkerPool):
         self._dispatcher.flush()
 
     def _listen(self, link: ProcessLink) -> None:
-        """Receive a process's results until it ends, then replace it. A thread's target."""
+        """Receive a process's results until it ends; then replace the process."""
         with contextlib.suppress(EOFError, OSError):
             while True:
                 if link.results.poll(_CHECK_SECONDS / (10 if link.late else 1)):
@@ -333,7 +333,7 @@ def _warn_of_start(why: str) -> None:
 def start_unforked(
     spec: WorkerSpec, method: str, supervisors: IdleSupervisors, locker: Locker | None
 ) -> WorkerPool:
-    """Start workers by the fork server if the method says so, else as new Pythons."""
+    """Start workers by the fork server if asked and possible, else as new Pythons."""
     lack = lack_of_linux()
     if method == "forkserver":
         from aioloader._workers.process.fork_server import warm_fork_server

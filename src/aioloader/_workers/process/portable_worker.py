@@ -105,7 +105,7 @@ def end_all() -> None:
 
 
 def main(worker: int, loader: int, *ends: int) -> None:
-    """Run a worker here, as a ``multiprocessing`` process, with the latter's hooks."""
+    """Run a worker here, as a process of ``multiprocessing``, whose hooks run, too."""
     pipe: Any = connection.Connection
     files = list(ends[2:])
     if sys.platform == "win32":

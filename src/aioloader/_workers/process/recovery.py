@@ -1,4 +1,4 @@
-"""Recovery after the death of a worker process: no batch is lost.
+"""Recovery after the death of a worker process: its batches are made again.
 
 A worker records the batches that it has taken in its arena, which outlives it. Any
 other worker can make a map-style batch again. A stream that the worker was reading
@@ -124,8 +124,8 @@ def _end_streams(
 def await_orphan(pid: int | None) -> None:
     """Wait until the kernel has killed a worker whose supervisor has died.
 
-    That takes microseconds, but until then the worker may take a request. Then kill the
-    processes that the worker has started.
+    That takes microseconds, but until then the worker may take a request. Processes
+    that the worker has started are killed, too.
     """
     if pid is not None:
         with contextlib.suppress(ProcessLookupError):
@@ -178,7 +178,7 @@ def stack_of(pid: int, read: Callable[[float], str]) -> str:
 
 
 def _state(pid: int) -> str:
-    """Return a process's state letter from ``/proc``, such as R, S or T; or ''."""
+    """Return a process's state from ``/proc``, such as R or T; '' if it is gone."""
     with contextlib.suppress(OSError):
         text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
         return text.rpartition(")")[2].split()[0]

@@ -1,8 +1,8 @@
 """Track the streams of workers that each read a replica of an iterable dataset.
 
 Worker k modulo the number of workers makes batch k: a round robin that skips workers
-whose streams have ended. A stream with a state can continue in another process. This
-module does no input or output.
+whose streams have ended. A stream with a state can continue in another process. All
+code here is synchronous.
 """
 
 from collections import defaultdict
@@ -67,7 +67,7 @@ class StreamReplicas:
         return None if stream.has_begun else self.resume_of(pipeline, worker)
 
     def resume_of(self, pipeline: Pipeline, worker: int) -> Any:
-        """Return a stream's state and the function of its batches' seeds; or None."""
+        """Return the state to resume a stream from, and its batches' seeds; or None."""
         state = self._streams[pipeline][worker].state
         state = state or pipeline.start.states.get(worker)
         if state is None:
@@ -101,8 +101,8 @@ class StreamReplicas:
     ) -> list[Pipeline]:
         """Continue a dead worker's streams; return the iterations that can continue.
 
-        A stream can if its state after all batches that have arrived is known. Others
-        end with ``error`` if the worker had started them or ``held`` a request of them.
+        For that, the state after all arrived batches must be known. Other streams that
+        the worker was reading, or of which it ``held`` a request, end with ``error``.
         """
         continued = []
         for pipeline, streams in self._streams.items():
@@ -115,7 +115,7 @@ class StreamReplicas:
         return continued
 
     def _rewind(self, stream: _ReplicaStream) -> bool:
-        """Set a stream back to its last state; return False if there is none."""
+        """Set a stream back to its last state; return False if it cannot be resumed."""
         if stream.read is None:
             return False
         position = stream.read.position()

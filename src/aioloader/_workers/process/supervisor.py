@@ -65,7 +65,7 @@ class SupervisorReport(NamedTuple):
 
 @dataclass(eq=False, repr=False)
 class Supervisor:
-    """The supervisor's side: forks and reaps workers as the loader instructs."""
+    """The process that forks and reaps workers, as the loader instructs it."""
 
     control: Channel  # to the loader
     loader: int  # pidfd of the loader's process
@@ -291,7 +291,7 @@ def _parent_by(pid: int, watched: int) -> Any:
 def _ignored_signals() -> dict[int, Any]:
     """Ignore signals that the user handles; return the handlers for the workers.
 
-    Here they must not run: they are user code. Also set the supervisor's handlers.
+    The handlers are user code, meant for the user's process. The supervisor's are set.
     """
     handlers: dict[int, Any] = {}
     for number in signal.valid_signals() - _OWN_SIGNALS:
@@ -306,7 +306,7 @@ def _ignored_signals() -> dict[int, Any]:
 
 
 def kill_group(pid: int) -> None:
-    """Kill all processes of a worker's group: itself and those that it started."""
+    """Kill a worker's process group: the worker and the processes that it started."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
 

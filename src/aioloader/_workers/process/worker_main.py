@@ -104,7 +104,7 @@ class Endpoint(abc.ABC):
         raise SystemExit(1)
 
     def leave(self, leave: Callable[[], object]) -> None:
-        """Call a lifespan's ``leave``; send its error, or print it without a loader."""
+        """Call ``leave``; send its error, or print it if the loader is gone."""
         try:
             leave()
         except BaseException as error:  # of the user's code
@@ -193,7 +193,7 @@ class Endpoint(abc.ABC):
 
 
 class KernelEndpoint(Endpoint):
-    """An endpoint on Linux: a kernel queue for requests, two ways for results."""
+    """An endpoint on Linux: reads a kernel queue, writes a channel and a pipe."""
 
     def __init__(self, worker: int, ends: WorkerDescriptors) -> None:
         super().__init__(worker, ArenaWriter(ends.arena))
@@ -224,7 +224,7 @@ class KernelEndpoint(Endpoint):
 
 
 def _end_process(error: BaseException) -> NoReturn:
-    """End the process as if ``error``, which asks for its end, left the main thread.
+    """End the process, as an uncaught ``error`` in the main thread would.
 
     A worker of torch ends the same way; the loader sees that it has died.
     """
@@ -268,7 +268,7 @@ def tune(worker: int, stacks: int) -> None:
 
 
 def write_last_error(stacks: int, *_: object) -> None:
-    """Write the last error of the reads that are being retried; a signal handler."""
+    """Signal handler: write the last error of the reads that are being retried."""
     with contextlib.suppress(OSError):
         os.write(stacks, last_error().encode())
 
@@ -351,10 +351,10 @@ _OVER = -1
 
 
 class _Server:
-    """An async worker's main loop, which passes requests to a pipeline of the worker.
+    """An async worker's server, which passes requests to a pipeline in this process.
 
-    The main thread takes at most ``window`` requests at a time, so that the others are
-    left to free workers.
+    The main thread takes at most ``window`` requests at a time, so that free workers
+    can take the others.
     """
 
     def __init__(self, endpoint: Endpoint) -> None:

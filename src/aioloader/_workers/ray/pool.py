@@ -218,7 +218,7 @@ class RayPool(LastingPool):
             pipeline.fail(error)
 
     def _when(self, reference: Any, then: Callable[[Done], None]) -> None:
-        """Call ``then`` in the pool's thread when Ray answers, unless it has ended."""
+        """Call ``then`` in our thread when Ray answers, unless the pool has ended."""
 
         def call(done: Done) -> None:
             if not self._is_over:
@@ -285,7 +285,7 @@ class RayPool(LastingPool):
     def _recall(self, seat: _ActorSlot, ticket: _ActorTask) -> None:
         """Cancel a batch that is queued at an actor, and queue it here again.
 
-        Ray cancels a call that has not started; the answer of another is dropped.
+        Ray cancels a call that has not started; a started call's answer is dropped.
         """
         self._ray.cancel(ticket.answer)
         seat.tickets.remove(ticket)
@@ -311,7 +311,7 @@ class RayPool(LastingPool):
     def _lose(
         self, seat: _ActorSlot, ticket: _ActorTask, error: BaseException | None
     ) -> None:
-        """Queue a batch again whose actor died or, if ``error`` is None, restarted."""
+        """Retry or fail a batch whose actor has died; ``error`` None: it restarted."""
         if not self._ray.is_initialized():  # Ray would start a new cluster
             self._fail(
                 error or LoaderClosedError("the Ray workers have ended; iterate again")
@@ -353,7 +353,7 @@ class RayPool(LastingPool):
 
 
 def _aside(method: Any) -> Any:
-    """Call an actor's method in a thread of the actor that makes no batches."""
+    """Call an actor's method without queueing it after the actor's batches."""
     return method.options(concurrency_group=_ASIDE, max_task_retries=0).remote()
 
 
