@@ -168,7 +168,7 @@ def deliver(
     else:
         task.samples = []
         made = _moved(result.made, -_to_wall())
-        # Another machine's clock may be ahead: no batch is made in the future.
+        # Another machine's clock may be ahead: move the times out of the future.
         early = min(0.0, time.perf_counter() - made[4])
         result.made = of_both(task, _moved(made, early))
         pipeline.receive(task, *opened(result, task))

@@ -100,7 +100,7 @@ class Worker:
     # In a tuple: the state of its copy of a stateful map-style dataset after its latest
     # result. None: not known.
     copy_state: tuple[Any] | None = None
-    # Whether its process replaces a dead one and has not got ``copy_state`` yet.
+    # Whether its process replaces a dead one and must still get ``copy_state``.
     has_new_copy: bool = False
 
 

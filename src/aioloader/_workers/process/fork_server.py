@@ -162,7 +162,7 @@ class ServedLauncher(Launcher):
             self.hang_up()  # it died while idle
 
     def join(self, timeout: float) -> bool:
-        """Wait for the workers to end, then keep the supervisor; tell whether they did."""
+        """Wait for the workers to end, then keep the supervisor; tell if it is kept."""
         for note in self.notes(timeout):
             if note.word == "ended" and self.control is not None:
                 self._supervisors.give_back(self.control, self._supervisor)

@@ -172,7 +172,7 @@ class ForkLauncher(Launcher):
         )
 
     def join(self, timeout: float) -> bool:
-        """Wait for the supervisor, which ends after the workers; tell whether it has."""
+        """Wait for the supervisor, which ends after the workers; tell if it ended."""
         for _ in self.notes(timeout):
             pass
         if self.control is not None:

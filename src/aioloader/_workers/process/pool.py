@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger("aioloader")
 
-# How many processes of one worker may die in a row without taking a batch: if none was
-# ready, and otherwise. The second is larger because idle workers may be killed, too.
+# How many processes of one worker may die in a row without taking a batch: if the last
+# was not ready, and if it was. The second is larger: idle workers may be killed, too.
 _MAX_STARTS, _MAX_STARTS_IN_ALL = 3, 10
 
 

@@ -56,7 +56,7 @@ from aioloader.protocols import Kind
 
 MOST_INLINE = (1 << 16) - 1024
 _CODES = {stage: code for code, stage in enumerate(STAGES)}
-# A worker writes its stacks on this signal. 0: the platform has none to spare.
+# A worker writes its stacks on this signal. On macOS it is SIGINFO; 0: there is none.
 STACK_SIGNAL = int(getattr(signal, "SIGINFO", 0))
 if hasattr(signal, "SIGRTMIN"):
     STACK_SIGNAL = int(signal.SIGRTMIN) + 7

@@ -185,7 +185,7 @@ class RayPool(LastingPool):
             self._fail(error)
 
     def _replace(self, seat: _ActorSlot) -> None:
-        # A new actor: Ray would take a second to restart this one.
+        # Ray would take a second to report the restart of this actor: use a new one.
         self._ray.kill(seat.actor)
         seat.actor = self._make_actor.remote(seat.number)
 
