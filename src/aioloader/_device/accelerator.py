@@ -1,9 +1,9 @@
-"""All calls on streams, events and page-locked memory.
+"""The device stage's calls on streams, events and page-locked memory.
 
-A loader has one copy stream. A copy is queued there and followed by an event; the
+A loader has one copy stream. Copies are queued there, followed by an event. The
 consumer's current stream waits for the event on the device, and the allocator records
-that this stream uses the memory. No call blocks, except ``adopt``, and copies to a
-device without streams.
+that this stream uses the memory. The only calls that block are ``adopt``, and copies to
+a device without streams.
 """
 
 import contextlib
@@ -29,25 +29,25 @@ _LOG = logging.getLogger("aioloader")
 class Accelerator:
     """A device used through ``torch.accelerator``: XPU, MPS, any PrivateUse1.
 
-    If it has no streams (MPS), or its package lacks a call needed here, copies are not
-    asynchronous: each blocks the stage's thread, but still ahead of the step.
+    If the device has no streams (MPS), or its package lacks a call needed here, copies
+    block the stage's thread. They are still made before the step needs the batch.
     """
 
     _module: Any = torch.accelerator
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.is_async = False  # until ``enter_thread``
+        self.is_async = False  # until ``enter_thread`` finds streams
         self._lock = fork_safe(threading.Lock())
-        self._stream: Any = None  # made in the stage's thread: may take seconds
+        self._stream: Any = None  # created in the stage's thread: may take seconds
 
     def locker(self) -> Locker | None:
         """Return a function that page-locks host memory in place, or None."""
         return None
 
     def enter_thread(self) -> None:
-        """Make the copy stream current in this thread, the stage's own."""
-        torch.set_num_threads(1)  # only for this thread, as torch's pinning does
+        """Make the copy stream current in this thread, which is the stage's."""
+        torch.set_num_threads(1)  # of this thread only, as torch's pinning does
         with self._lock:
             if self._stream is None:
                 self._stream = self._new_stream()
@@ -56,24 +56,24 @@ class Accelerator:
             self._module.set_stream(self._stream)  # and its device
 
     def is_locked(self, host: torch.Tensor) -> bool:
-        """Tell whether a tensor need not be staged: the user may have locked it."""
+        """Tell whether a tensor needs no staging: it is pinned, or copies block."""
         return not self.is_async or host.is_pinned()
 
     def staging(self, like: torch.Tensor) -> torch.Tensor:
-        """Return memory of torch's page-locked pool, which tracks its copies."""
+        """Return an empty tensor on the host, page-locked if copies are async."""
         return torch.empty_like(like, device="cpu", pin_memory=self.is_async)
 
     def copy(self, host: torch.Tensor) -> torch.Tensor:
         return host.to(self.device, non_blocking=self.is_async)
 
     def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Block until other streams have made ``tensors``; use them in this one."""
+        """Block until ``tensors`` are computed; record that this stream uses them."""
         self._module.synchronize(self.device)
         for tensor in tensors if self.is_async else ():
             tensor.record_stream(self._module.current_stream(self.device))
 
     def mark(self) -> torch.Event | None:
-        """Return an event at the end of this thread's stream; None without streams."""
+        """Return an event recorded on this thread's stream; None without streams."""
         if not self.is_async:
             return None
         mark: torch.Event = self._new_event()
@@ -83,10 +83,10 @@ class Accelerator:
     def hand_over(
         self, mark: torch.Event | None, tensors: Iterable[Any]
     ) -> torch.Event | None:
-        """Make this thread's current stream, the consumer's, wait for ``mark``.
+        """Make the consumer's stream, current in this thread, wait for ``mark``.
 
-        The memory of ``tensors``, the copies, is not reused before the kernels that the
-        consumer has queued when it drops them. Returns a mark on its stream.
+        ``tensors``, the copies, keep their memory until all kernels have run that the
+        consumer queued before dropping them. Returns an event on its stream.
 
         Raises:
             RuntimeError: If a graph is being captured: a copy that is already queued
@@ -106,7 +106,7 @@ class Accelerator:
         return self.mark()
 
     def _new_stream(self) -> Any:
-        """Return a stream; None if copies must block."""
+        """Return a new stream for copies; None if copies must block."""
         current = torch.accelerator.current_accelerator()
         if current is None or current.type != self.device.type:
             _LOG.info("copies to %s block: the accelerator is %s", self.device, current)
@@ -116,7 +116,7 @@ class Accelerator:
             torch.accelerator.set_stream(stream)
             torch.empty(1, device=self.device).record_stream(stream)
             torch.empty(1, pin_memory=True)
-        except RuntimeError as error:  # torch raises it for a missing call
+        except RuntimeError as error:  # raised if a call is not implemented
             _LOG.info("copies to %s block: %s", self.device, error)
             return None
         return stream
@@ -132,10 +132,10 @@ class Accelerator:
 class CudaAccelerator(Accelerator):
     """A CUDA (or ROCm) device, even if the process has another current accelerator.
 
-    Waiting threads sleep, copies continue while a graph is captured elsewhere, and the
-    memory that batches are written to is page-locked in place: the device copies from
-    it directly. Each slot is locked once. If locking is refused (by a limit, in a
-    container), batches are staged, and this is logged once.
+    Threads that wait for an event sleep. Copies continue while another thread captures
+    a graph. Slots, to which batches are written, are page-locked in place, once each,
+    so that the device copies from them directly. If locking is refused (by a limit, in
+    a container), batches are staged, and this is logged once.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -145,9 +145,9 @@ class CudaAccelerator(Accelerator):
         self._is_refused = False
 
     def enter_thread(self) -> None:
-        """Prepare the thread: its allocations must not end graph captures elsewhere.
+        """Make the copy stream current, and keep graph captures of other threads valid.
 
-        By default they would.
+        By default an allocation in this thread would invalidate them.
         """
         self._module.set_device(self.device)
         super().enter_thread()
@@ -177,13 +177,13 @@ class CudaAccelerator(Accelerator):
                     self.device,
                     runtime.cudaGetErrorString(status),
                 )
-            # Clear the error, or the runtime would report it to an unrelated call.
+            # Clear the error, which an unrelated call would otherwise raise.
             with contextlib.suppress(RuntimeError):
                 torch.zeros(1, device=self.device)
         return None
 
     def _unlock(self, address: int) -> None:
-        """Unlock memory; nothing to do in a forked child, which has no locks."""
+        """Unlock memory; in a forked child, which has no locked pages, do nothing."""
         if os.getpid() == self._pid and not sys.is_finalizing():
             with self._module.device(self.device):
                 self._module.cudart().cudaHostUnregister(address)
@@ -203,13 +203,13 @@ def accelerator_of(
 ) -> Accelerator:
     """Return the accelerator for ``device``, opened once and kept in ``opened``.
 
-    Without an index, it is this thread's current device of that kind.
+    Without an index, take this thread's current device, or 0 before initialisation.
     """
     if device.index is None:
         module: Any = torch.get_device_module(device)
-        # Do not initialise it for this: that takes long, and may be on an event loop.
+        # Do not initialise the module here: that takes long, perhaps on an event loop.
         is_begun = getattr(module, "is_initialized", module.is_available)()
-        current = getattr(module, "current_device", None)  # not of MPS, which has one
+        current = getattr(module, "current_device", None)  # MPS has none
         device = torch.device(device.type, current() if current and is_begun else 0)
     if device not in opened:
         is_cuda = device.type == "cuda"

@@ -1,8 +1,8 @@
-"""The leaves of a batch: a walk through its containers that keeps their types.
+"""Walk the leaves of a batch, and convert them in containers of the same types.
 
-Mappings, named tuples, tuples, sequences and dataclasses are containers, as for
-``default_collate``; an unchanged container is returned as it is. An object that moves
-itself (with a method ``to``) is a leaf, whatever it contains.
+As for ``default_collate``, mappings, named tuples, tuples, sequences and dataclasses
+are containers. A container whose leaves do not change is returned itself. An object
+with a method ``to`` moves itself, so it is a leaf even if it contains tensors.
 """
 
 import copy
@@ -22,8 +22,8 @@ def map_leaves(
 ) -> Any:
     """Return ``value`` with each leaf replaced by ``convert(leaf)``.
 
-    ``chosen`` tells by the key, field or position of a top-level entry whether to
-    convert it; by default all are converted.
+    ``chosen`` takes the key, field or position of a top-level entry and tells whether
+    to convert the entry; by default all are converted.
     """
     if is_leaf(value):
         return convert(value)
@@ -39,7 +39,7 @@ def map_leaves(
     if not isinstance(value, Sequence):
         clone = copy.copy(value)
         for name, part in parts.items():
-            object.__setattr__(clone, name, part)  # of a frozen dataclass too
+            object.__setattr__(clone, name, part)  # frozen dataclasses allow this
         return clone
     if hasattr(value, "_fields"):
         return type(value)(*parts.values())
@@ -47,7 +47,7 @@ def map_leaves(
 
 
 def leaves_of(value: Any, chosen: Choose | None = None) -> Iterator[Any]:
-    """Yield the leaves that ``map_leaves`` would convert."""
+    """Yield the leaves that ``map_leaves`` converts, repeated ones too."""
     if is_leaf(value):
         yield value
         return
@@ -65,7 +65,7 @@ def is_leaf(value: Any) -> bool:
 
 
 def entries_of(value: Any) -> dict[Any, Any]:
-    """Return a container's entries by key, field or position."""
+    """Return a container's entries, by key, field or position."""
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, Sequence):
@@ -76,9 +76,9 @@ def entries_of(value: Any) -> dict[Any, Any]:
 
 
 def moves_itself(value: Any) -> bool:
-    """Tell whether ``value`` is an object with a method ``to``.
+    """Tell whether ``value`` is an object, not a tensor, with a method ``to``.
 
-    A tokenizer's result has the method, too, but counts as the dict that it is.
+    A tokenizer's result also has the method, but as a ``UserDict`` it is a container.
     """
     is_dict = isinstance(value, (torch.Tensor, UserDict))
     return not is_dict and callable(getattr(type(value), "to", None))

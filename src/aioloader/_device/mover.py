@@ -1,9 +1,9 @@
-"""How the leaves of a batch are moved: in place, staged, packed, or by themselves.
+"""Move each leaf of a batch: directly, staged, packed, or by its method ``to``.
 
-A large tensor in page-locked memory (a slot of an arena) is copied from there. One in
-pageable memory is staged: copied to page-locked memory first. Small ones are staged
-together and sent as one block, because each transfer has a fixed cost. Objects with a
-method ``to``, and tensors that are not a plain block of memory, are moved by ``to``.
+A large tensor in page-locked memory (a slot of an arena) is copied from there. In
+pageable memory it is staged: copied to page-locked memory first. Small tensors are
+staged together and sent as one block, because each transfer has a fixed cost. Objects
+with a method ``to``, and tensors that are not plain blocks of memory, move by ``to``.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ from aioloader._device.leaves import (
 )
 from aioloader._device.naming import BatchKeys, BatchTransform, Choose
 
-# Up to this size tensors are packed, each with the alignment of the device's allocator.
+# Tensors up to this size are packed, aligned as the device's allocator aligns.
 _MAX_PACKED: Final = 1 << 16
 _ALIGN: Final = 512
 _DLPACK_CPU: Final = 1  # kDLCPU
@@ -36,21 +36,21 @@ _DLPACK_CPU: Final = 1  # kDLCPU
 
 @dataclass(eq=False)
 class Moved:
-    """A batch whose copies have started."""
+    """A batch whose copies have started, and the memory to keep until they end."""
 
     batch: Any
     port: Accelerator | None = None  # the device; None if the batch stays on the host
-    mark: torch.Event | None = None  # the end of the copies
+    mark: torch.Event | None = None  # event after the copies
     # The copies, for the allocator: objects with ``record_stream``.
     arrived: Sequence[Any] = ()
-    late: Sequence[Any] = ()  # the leaves that are moved at delivery
-    sources: Any = None  # the host memory that is copied from
-    copied_bytes: int = 0  # bytes that are copied ahead
-    held_bytes: int = 0  # its memory on the device, in bytes
-    taken: torch.Event | None = None  # on the consumer's stream, at the hand-over
+    late: Sequence[Any] = ()  # leaves that move only when the batch is delivered
+    sources: Any = None  # the batch in host memory that is copied
+    copied_bytes: int = 0  # bytes copied before delivery
+    held_bytes: int = 0  # bytes of its device memory
+    taken: torch.Event | None = None  # event on the consumer's stream, at the hand-over
 
     def hand_over(self) -> Any:
-        """Return the batch, for this thread's current stream; called once."""
+        """Return the batch for use on this thread's current stream. Call it once."""
         batch, port = self.batch, self.port
         if port is not None:
             self.taken = port.hand_over(self.mark, self.arrived)
@@ -62,9 +62,9 @@ class Moved:
         return batch
 
     def release(self) -> None:
-        """Block until the copies have ended; release the sources.
+        """Block until the copies have ended; release their host memory.
 
-        With late leaves the sources stay until ``end``.
+        If leaves move at delivery, the host memory is kept until ``end``.
         """
         if self.mark is not None:
             self.mark.synchronize()
@@ -72,7 +72,7 @@ class Moved:
             self.sources = None
 
     def end(self) -> None:
-        """Block until the consumer's stream has reached the hand-over; release all."""
+        """Block until the consumer's stream has passed the hand-over; release all."""
         if self.taken is not None:
             self.taken.synchronize()
         self.sources, self.late = None, ()
@@ -80,13 +80,13 @@ class Moved:
 
 @dataclass(eq=False, repr=False)
 class Mover:
-    """Start the copies of batches to one device, in the stage's thread."""
+    """Moves batches to one device or within host memory, in the stage's thread."""
 
     port: Accelerator | None  # the device; None if batches stay in host memory
-    keys: BatchKeys | None = None  # as in ``Device``
+    keys: BatchKeys | None = None  # which entries move, as in ``Device``
     transform: BatchTransform | None = None  # run on the stream of the copies
-    # Whether batches that stay on the host are page-locked, for consumers that move
-    # them themselves.
+    # Whether batches that stay in host memory are page-locked, for consumers that move
+    # batches themselves.
     pins: bool = False
 
     @property
@@ -96,16 +96,16 @@ class Mover:
     def enter_thread(self) -> None:
         if self.port is not None:
             self.port.enter_thread()
-        else:  # one thread for a copy, as torch's own pinning does
+        else:  # copy in one thread, as torch's pinning does
             torch.set_num_threads(1)
 
     def move(self, batch: Any) -> Moved:
         """Start copying a batch.
 
-        Tensors that are already on a device stay there; a tensor that occurs twice is
-        copied once. A batch that stays on the host is copied to torch's page-locked
-        memory, and does not stay in a locked slot: a consumer may drop a batch during
-        its copy to the device, and torch only waits before it reuses its own memory.
+        Tensors on a device stay there; a tensor that occurs twice is copied once. With
+        ``pins``, a batch for the host is copied to torch's page-locked memory, even
+        from a locked slot: a consumer may drop a batch while it copies it to a device,
+        and only torch's own memory is not reused before that copy ends.
         """
         port = self.port
         if port is None:
@@ -115,7 +115,7 @@ class Mover:
             return self._begin(batch, port)
         except BaseException:
             with contextlib.suppress(RuntimeError):  # the device is lost
-                # No copy may read the memory that the error releases.
+                # Wait for copies of the memory that the error releases.
                 Moved(None, port, port.mark()).release()
             raise
 
@@ -163,7 +163,7 @@ class Mover:
 
 
 def _by_way(batch: Any, chosen: Choose | None = None) -> defaultdict[str, list[Any]]:
-    """Return the leaves of a batch, each once, grouped by ``_way_of``."""
+    """Return the distinct leaves of a batch, grouped by ``_way_of``."""
     leaves: defaultdict[str, list[Any]] = defaultdict(list)
     for leaf in {id(leaf): leaf for leaf in leaves_of(batch, chosen)}.values():
         leaves[_way_of(leaf)].append(leaf)
@@ -171,11 +171,11 @@ def _by_way(batch: Any, chosen: Choose | None = None) -> defaultdict[str, list[A
 
 
 def _way_of(leaf: Any) -> str:
-    """Return how a leaf is moved; empty if it is passed on as it is."""
+    """Return how a leaf is moved; an empty string if it is passed on unchanged."""
     if not isinstance(leaf, torch.Tensor):
         if not (moves_itself(leaf) and _is_on_host(leaf)):
             return ""
-        # Moved at once if the allocator can record its stream.
+        # It can move before delivery if the allocator can record its stream.
         return "movable" if callable(getattr(leaf, "record_stream", None)) else "late"
     if leaf.device.type != "cpu":
         return "resident"
@@ -201,7 +201,7 @@ def _sent(leaf: Any, port: Accelerator) -> Any:
 def _copy_packed(
     tensors: Sequence[torch.Tensor], port: Accelerator
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Copy small tensors as one block; return the block and the tensors in it."""
+    """Copy small tensors as one block; return the block and the copies in it."""
     sizes = [-(-tensor.nbytes // _ALIGN) * _ALIGN for tensor in tensors]
     *starts, size = itertools.accumulate(sizes, initial=0)
     staged = port.staging(torch.empty(size, dtype=torch.uint8, device="meta"))
@@ -214,12 +214,12 @@ def _copy_packed(
     for tensor, part in zip(tensors, parts(staged), strict=True):
         part.copy_(tensor)
     block = port.copy(staged)
-    # ``data``: for autograd each must be a separate tensor, not a view.
+    # ``data``: autograd must see separate tensors, not views of the block.
     return block, [part.data for part in parts(block)]
 
 
 def _chooser(keys: BatchKeys, batch: Any) -> Choose:
-    """Return a function that tells by key which entries of ``batch`` move."""
+    """Return a function that takes a key of ``batch`` and tells whether it moves."""
     if is_leaf(batch):
         raise TypeError(
             "Device.keys needs batches with entries, such as dicts or tuples, and this "
@@ -237,7 +237,7 @@ def _chooser(keys: BatchKeys, batch: Any) -> Choose:
 
 
 def _check_dense(tensors: Iterable[torch.Tensor]) -> None:
-    """Refuse tensors without ``record_stream``: they could be reused too early."""
+    """Raise for tensors without ``record_stream``: their memory may be reused early."""
     for tensor in tensors:
         if tensor.layout is not torch.strided or is_traceable_wrapper_subclass(tensor):
             raise TypeError(
@@ -247,7 +247,7 @@ def _check_dense(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def _is_on_host(leaf: Any) -> bool:
-    """Tell whether another library's array, with a method ``to``, is in host memory."""
+    """Tell whether another library's array is in host memory; assume so if unknown."""
     device = getattr(leaf, "__dlpack_device__", None)
     if device is not None:
         return bool(device()[0] == _DLPACK_CPU)
@@ -255,7 +255,7 @@ def _is_on_host(leaf: Any) -> bool:
 
 
 def _storage_bytes(arrived: Sequence[Any]) -> int:
-    """Return the device memory of tensors in bytes, counting shared memory once."""
+    """Return the bytes of the tensors' device memory; count shared storages once."""
     storages = {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
         for tensor in arrived
@@ -265,7 +265,7 @@ def _storage_bytes(arrived: Sequence[Any]) -> int:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor is only a block of memory with a shape."""
+    """Tell whether a tensor is only strided memory: no subclass, gradient or flag."""
     return (
         type(tensor) is torch.Tensor
         and tensor.layout is torch.strided
@@ -277,7 +277,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _pinned(leaf: Any) -> Any:
-    """Return a copy in page-locked memory if the leaf is on the host."""
+    """Return a page-locked copy of a leaf, or the leaf if it cannot be pinned."""
     if isinstance(leaf, torch.Tensor):
         can_pin = leaf.device.type == "cpu" and not leaf.is_quantized
         return leaf.pin_memory() if can_pin else leaf

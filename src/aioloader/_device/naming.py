@@ -1,4 +1,4 @@
-"""The argument ``device``: what it may be, and which device it names."""
+"""The loader's ``device`` argument: its forms, and the device that each names."""
 
 import operator
 import sys
@@ -11,7 +11,7 @@ from typing_extensions import TypeVar
 
 from aioloader.protocols import is_async_function
 
-# The batch that ``Device.transform`` returns; None without a transform.
+# The type of the batch that ``Device.transform`` returns; None without one.
 Made_co = TypeVar("Made_co", covariant=True, default=None)
 Choose: TypeAlias = Callable[[Any], bool]
 BatchKeys: TypeAlias = Collection[Any] | Choose
@@ -29,20 +29,20 @@ class Device(Generic[Made_co]):
         Device(name='cuda', ahead=1, keys=['image'], transform=None)
 
     Args:
-        name: What ``DataLoader`` takes for ``device``: a name such as ``"cuda:1"``, a
-            local rank, a ``DeviceMesh`` of one dimension, ``"auto"``; or ``None``:
+        name: A value that ``DataLoader(device=...)`` accepts: a name (``"cuda:1"``), a
+            local rank, a one-dimensional ``DeviceMesh``, or ``"auto"``. With ``None``,
             batches stay in host memory.
-        ahead: Batches moved to the device before they are requested.
-        keys: Which entries of a batch move: their keys, fields or positions, or a
-            function of a key. The others stay in host memory.
-        transform: Turns a batch into another, after its copies are queued: its kernels
-            follow the copies on their stream and overlap the training step. Called on
-            CPU tensors where there is no device.
+        ahead: How many batches are moved to the device before they are requested.
+        keys: The entries of a batch to move, by key, field or position; or a function
+            that takes one of these and returns whether to move the entry.
+        transform: A function of a batch, called once its copies are queued. Its kernels
+            run after the copies on the same stream and overlap the training step.
+            Without a device it gets CPU tensors.
 
     Raises:
         ValueError: If ``ahead`` is below 1.
-        TypeError: If an argument other than ``name`` is of the wrong type; the name is
-            checked by the loader.
+        TypeError: If an argument other than ``name`` is of the wrong type. The loader
+            checks ``name``.
     """
 
     name: Any = None
@@ -74,7 +74,7 @@ class Device(Generic[Made_co]):
 
 
 def found_here(device: Any) -> "torch.device | Device[Any] | None":
-    """Resolve the name in ``device``, which is a name or a ``Device``."""
+    """Resolve a device's name to a ``torch.device``; a ``Device`` keeps its options."""
     if isinstance(device, Device):
         return replace(device, name=device_of(device.name))
     return device_of(device)
@@ -84,9 +84,9 @@ def device_of(device: Any) -> torch.device | None:
     """Return the device that batches are moved to; None for host memory.
 
     Args:
-        device: Anything ``torch.device`` takes; an index of the current accelerator;
-            ``"auto"``: that accelerator, or host memory if there is none; a
-            ``DeviceMesh`` of one dimension: this rank's device.
+        device: A name or ``torch.device``; an index of the current accelerator;
+            ``"auto"`` for that accelerator, or host memory if there is none; or a
+            one-dimensional ``DeviceMesh`` for this rank's device.
     """
     if device is None:
         return None
@@ -96,7 +96,7 @@ def device_of(device: Any) -> torch.device | None:
         place_in(device, "device")
         if device.device_type == "cpu":
             return None
-        # The one that ``init_device_mesh`` has made current for this rank.
+        # The device that ``init_device_mesh`` has made current for this rank.
         module = torch.get_device_module(device.device_type)
         return torch.device(device.device_type, module.current_device())
     named = _named(device)
@@ -112,7 +112,7 @@ def device_of(device: Any) -> torch.device | None:
 
 
 def is_mesh(value: object) -> bool:
-    """Tell whether ``value`` is a ``DeviceMesh``, without importing that module."""
+    """Tell whether ``value`` is a ``DeviceMesh``, without importing its module."""
     module = sys.modules.get("torch.distributed.device_mesh")
     return module is not None and isinstance(value, module.DeviceMesh)
 
@@ -120,10 +120,10 @@ def is_mesh(value: object) -> bool:
 def place_in(mesh: Any, name: str) -> int:
     """Return this process's coordinate in a ``DeviceMesh``.
 
-    ``name`` is the argument that the mesh was given for.
+    ``name`` is the argument that received the mesh; errors mention it.
 
     Raises:
-        ValueError: If the mesh has several dimensions, or lacks this process.
+        ValueError: If the mesh has several dimensions, or is without this process.
     """
     if mesh.ndim != 1:
         names = mesh.mesh_dim_names or ("dp",)
@@ -138,14 +138,14 @@ def place_in(mesh: Any, name: str) -> int:
 
 
 def current_accelerator() -> torch.device | None:
-    """Return the accelerator of this process, without an index; None if none works."""
+    """Return this process's accelerator, without an index; None if none is usable."""
     if not torch.accelerator.is_available():
         return None
     return torch.accelerator.current_accelerator()
 
 
 def seen() -> str:
-    """Return the devices that torch sees, as text."""
+    """Return the devices that torch sees, as text for an error."""
     accelerator = current_accelerator()
     if accelerator is None:
         return "no device but the cpu"

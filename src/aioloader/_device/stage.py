@@ -1,10 +1,10 @@
-"""The stage between the pipeline and the consumer: moves batches ahead of time.
+"""The stage that moves batches to the device before the consumer requests them.
 
-A thread takes ready batches, starts their copies and passes them on at once; the
-consumer's stream waits for the copy on the device. Host memory is held until its copy
-has ended, for at most two batches: the second copy is queued during the first, so there
-is no gap. (Leaves that are moved at delivery hold it longer.) The thread sleeps when
-nothing is requested, and when the device is several batches late.
+A thread takes ready batches, starts their copies and passes them on immediately; the
+consumer's stream waits for the copies on the device. The host memory of at most two
+batches is kept until it is copied: the second copy is queued during the first, so there
+is no gap. (Leaves that move at delivery keep it longer.) The thread sleeps when nothing
+is requested, and when the device is several batches late.
 """
 
 import contextlib
@@ -29,8 +29,8 @@ from aioloader._pipeline.runner import GRACE
 class Staged:
     """A queue like ``ReadyQueue`` whose first few batches are already moved.
 
-    A batch is moved while fewer than ``depth`` moved batches wait for the consumer, so
-    up to ``depth`` are on the device in addition to the consumer's.
+    A batch is moved when fewer than ``depth`` moved ones wait for the consumer. So the
+    device has up to ``depth`` batches besides those that the consumer holds.
     """
 
     def __init__(
@@ -42,8 +42,8 @@ class Staged:
         self._counters = counters
         self._ready = ReadyQueue(in_order=False)
         self.wait, self.wait_async = self._ready.wait, self._ready.wait_async
-        self._asked = 0.0  # when there was room for the next batch
-        # Number, when there was room, when the copy began.
+        self._asked = 0.0  # when there was room for the next batch; 0: none yet
+        # The batch, its number, when there was room, and when the copy began.
         self._in_flight: deque[tuple[Moved, int, float, float]] = deque()
         self._taken: deque[Moved] = deque()
         self._has_started = self._is_stopped = False
@@ -68,7 +68,7 @@ class Staged:
         self.stop()
 
     def stop(self) -> None:
-        """Start ending, from any thread or finalizer."""
+        """Tell the thread to end; callable from any thread and from finalizers."""
         if not self._is_stopped:
             self._is_stopped = True
             self._ready.finish()  # a consumer may wait in another thread
@@ -77,7 +77,7 @@ class Staged:
 
     def join(self) -> bool:
         self._thread.join(GRACE)
-        return not self._thread.is_alive()  # a forked child does not have it
+        return not self._thread.is_alive()  # a forked child does not have the thread
 
     def _hand_over(self, number: int, result: BatchResult) -> None:
         moved: Moved = result.batch
@@ -90,7 +90,7 @@ class Staged:
             result.error = noted(error, f"in stage 'device', batch {number}")
         if moved.taken is not None:
             self._taken.append(moved)
-            if self._is_stopped and moved.late:  # the thread may not look again
+            if self._is_stopped and moved.late:  # the thread may not see it anymore
                 moved.end()
 
     def _serve(self) -> None:
@@ -104,7 +104,7 @@ class Staged:
             self._wind_up()
 
     def _step(self) -> None:
-        """Move a batch, or release a copied one, or sleep."""
+        """Move one batch, or release the host memory of one, or sleep."""
         has_room = self._has_room()
         if has_room and not self._asked:
             self._asked = time.perf_counter()
@@ -124,7 +124,7 @@ class Staged:
             self._room.wait()
 
     def _move(self, number: int, result: BatchResult) -> None:
-        """Replace the batch in a result by its copy, or by an error."""
+        """Replace the batch in ``result`` by its moved copy, or by an error."""
         while len(self._taken) > self._depth + 1:
             self._taken.popleft().end()
         began, asked = time.perf_counter(), self._asked
@@ -143,7 +143,7 @@ class Staged:
             self._release()
 
     def _release(self) -> None:
-        """Wait for the oldest copy, record it and release its sources."""
+        """Wait for the oldest copy, release its host memory and record its times."""
         moved, number, asked, began = self._in_flight.popleft()
         moved.release()
         ended, nbytes = time.perf_counter(), moved.copied_bytes
@@ -160,14 +160,14 @@ class Staged:
         )
 
     def _wind_up(self) -> None:
-        """Release all batches that will not be requested."""
+        """Release the memory that the stage still holds; called as its thread ends."""
         if self._is_stopped:
             self._ready.close()
         while self._in_flight:
             with contextlib.suppress(RuntimeError):  # the device is lost
                 self._release()
         for moved in list(self._taken):
-            if moved.late:  # they are copied from memory that is still held
+            if moved.late:  # their host memory is still needed for a copy
                 with contextlib.suppress(RuntimeError):
                     moved.end()
 

@@ -1,4 +1,4 @@
-"""Workers: processes, threads, executors and Ray actors, which run CPU work.
+"""Workers: the processes, threads, executors and Ray actors that do CPU work.
 
 ::
 
@@ -9,7 +9,7 @@
     loader ◀──starts and deaths─── supervisor      (the workers' parent; reaps them)
 
 In ``process/``, ``launcher`` is the loader's handle on a supervisor, which is forked
-from this process or by the ``fork_server``. ``pool`` is the loader's side of the
-workers, ``worker_main`` the worker's, ``messages`` what passes between them.
+from this process or by the ``fork_server``. ``pool`` is the loader's side of a pool,
+``worker_main`` is the worker's side, and ``messages`` defines what they send.
 ``threads``, ``executors`` and ``ray/`` are the other kinds of workers.
 """

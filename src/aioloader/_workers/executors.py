@@ -1,7 +1,7 @@
-"""A user's ``concurrent.futures.Executor`` as workers: any number, anywhere.
+"""A user's ``concurrent.futures.Executor`` as workers: threads, processes or machines.
 
 Threads get the task itself. Processes and other machines get it pickled by value. The
-functions and the dataset are sent with the first tasks, and again to a worker that
+first tasks carry the functions and the dataset; they are sent again when a worker
 lacks them.
 """
 
@@ -40,11 +40,11 @@ from aioloader._workers.worker_spec import WorkerSpec
 from aioloader.errors import LoaderClosedError, WorkerStartError
 
 _MAX_MAKERS = 4
-_MAKERS: dict[str, BatchMaker] = {}  # in an executor's worker: the latest makers
+_MAKERS: dict[str, BatchMaker] = {}  # used in an executor's worker: the latest makers
 
 
 class ExecutorWorkers(Pool):
-    """Workers of an executor that the user owns."""
+    """The workers of an executor, which the user owns and shuts down."""
 
     def __init__(self, executor: Executor, spec: WorkerSpec) -> None:
         self.reads = spec.reads
@@ -60,7 +60,7 @@ class ExecutorWorkers(Pool):
         self._numbers = defaultdict[int, int](itertools.count().__next__)
 
     def open(self, pipeline: Pipeline) -> None:
-        """Pickle the ``WorkerSpec``, unless the executor has threads."""
+        """Pickle the ``WorkerSpec``, unless the executor's workers are threads."""
         if not self._is_here and self._packed_spec is None:
             try:
                 self._packed_spec = _packed(*self._spec.pickled())
@@ -84,12 +84,12 @@ class ExecutorWorkers(Pool):
         return f"is with {type(self._executor).__name__}"
 
     def _make_here(self, pipeline: Pipeline, task: BatchTask) -> BatchResult:
-        """Make a batch in a thread of the executor, as a worker thread."""
+        """Make a batch in one of the executor's threads, which acts as a worker."""
         ident, spec = threading.get_ident(), self._spec
         number = self._numbers[ident]
         dataset = pipeline.maker.dataset
         with worker_thread(number, spec.num_workers, spec.base_seed, dataset):
-            # Two threads cannot be in one context at once.
+            # Two threads cannot enter the same context at once.
             result = pipeline.context.copy().run(pipeline.make, task)
         result.worker = number
         return result
@@ -119,12 +119,12 @@ class ExecutorWorkers(Pool):
             made = future.result()
             if self._is_here:
                 pipeline.deliver(task, made)
-            elif made is None:  # its worker lacks the ``WorkerSpec``
+            elif made is None:  # the executor's worker lacks the ``WorkerSpec``
                 self._send(pipeline, task, self._packed_spec)
             else:
                 deliver(pipeline, task, made, -1)
-        except BrokenExecutor as error:  # it breaks all batches of the executor
-            self._futures.clear()  # cancelling one now would break it (3.11)
+        except BrokenExecutor as error:  # all of the executor's batches fail
+            self._futures.clear()  # cancelling a future now would raise (3.11)
             pipeline.fail(error)
         except CancelledError:
             text = (
@@ -138,12 +138,12 @@ class ExecutorWorkers(Pool):
 def _make_remotely(
     name: str, packed_spec: PackedTask | None, request: PackedTask
 ) -> PackedTask | None:
-    """Make a batch in an executor's worker; None if it lacks the spec."""
+    """Make a batch in an executor's worker; return None if it lacks the spec."""
     maker = _MAKERS.get(name)
     if maker is None:
         if packed_spec is None:
             return None
-        # One thread, as in any worker; more would hang in OpenMP in a forked process.
+        # One thread, as in any worker: with more, OpenMP would hang after a fork.
         torch.set_num_threads(1)
         header, buffers = packed_spec
         spec: WorkerSpec = decode(header, [*map(bytearray, buffers)])
@@ -159,5 +159,5 @@ def _make_remotely(
 
 
 def _packed(header: bytes, buffers: Buffers) -> PackedTask:
-    """Return a pickle whose buffers are bytes, which every executor can send."""
+    """Return a pickle with its buffers as bytes, which every executor can send."""
     return header, [bytes(buffer.raw()) for buffer in buffers]

@@ -1,7 +1,7 @@
-"""What a loader keeps between epochs: pools, and supervisors without workers.
+"""The worker pools and idle supervisors that a loader keeps between epochs.
 
 Worker processes start with ``iter()``, as torch's do; other workers start with the
-first request. With ``persistent_workers`` they outlive the iteration.
+first request. With ``persistent_workers`` all kinds outlive the iteration.
 """
 
 import _thread
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class IdleSupervisor(NamedTuple):
-    """A supervisor without workers: the channel to it, and its pid."""
+    """A supervisor that has no workers: the channel to it, and its pid."""
 
     control: "Channel"
     supervisor: int
@@ -41,13 +41,13 @@ class IdleSupervisor(NamedTuple):
 def wait_or_kill(
     control: "Channel", supervisor: int, process: Any = None, seconds: float = GRACE
 ) -> None:
-    """Wait until a supervisor has ended; kill one that is stuck in user code."""
+    """Wait up to ``seconds`` for a supervisor to end; kill it if it is stuck."""
     try:
         control.pause(seconds)
         if supervisor:
             os.kill(supervisor, signal.SIGKILL)
     except EOFError:
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError):  # the supervisor has ended
             ending = os.pidfd_open(supervisor)
             connection.wait([ending], seconds)
             os.close(ending)
@@ -60,31 +60,31 @@ def wait_or_kill(
 
 
 class IdleSupervisors:
-    """Idle supervisors, and counts of deaths: what the pools of a loader share."""
+    """Idle supervisors and counts of worker deaths, which a loader's pools share."""
 
     def __init__(self) -> None:
-        # Processes that died unexpectedly, in all epochs, and their replacements.
+        # Worker processes that died unexpectedly, in all epochs, and those replaced.
         self.deaths = self.restarts = 0
         self.counting = fork_safe(threading.Lock())
         # Whether the supervisor unpickles for all workers: not if that starts threads.
         self.is_shared = True
         self._idle: list[IdleSupervisor] = []
-        self._ending: list[_thread.LockType] = []  # free when a supervisor has ended
+        self._ending: list[_thread.LockType] = []  # released after each wait
         weakref.finalize(self, _close_all, self._idle)
 
     def take(self) -> "IdleSupervisor | None":
-        """Return an idle supervisor, now the caller's, or None."""
+        """Return an idle supervisor, which the caller then owns, or None."""
         with contextlib.suppress(IndexError):
             return self._idle.pop()
         return None
 
     def give_back(self, control: "Channel", supervisor: int) -> None:
-        """Keep a supervisor that has ended its workers."""
+        """Keep a supervisor for a later epoch; its workers have ended."""
         close_in_children(control.close)
         self._idle.append(IdleSupervisor(control, supervisor))
 
     def wait_later(self, wait: "Callable[[], object]") -> None:
-        """Wait in a thread for the end of a supervisor; finalizers may call it."""
+        """Call ``wait`` in a thread that ``close`` waits for. Safe in finalizers."""
         ended = _thread.allocate_lock()
         ended.acquire()
 
@@ -96,20 +96,20 @@ class IdleSupervisors:
         self._ending.append(ended)
         for lock in self._ending[:]:
             if not lock.locked():
-                with contextlib.suppress(ValueError):  # another thread was faster
+                with contextlib.suppress(ValueError):  # another thread has removed it
                     self._ending.remove(lock)
         try:
             # Not Thread: a finalizer may run while threading holds its own locks.
             _thread.start_new_thread(run, ())
-        except RuntimeError:  # at exit a supervisor sees the end of this process
+        except RuntimeError:  # at interpreter exit; supervisors see this process end
             ended.release()
 
     def has_any(self) -> bool:
-        """Tell whether there is a supervisor that ``close`` waits for."""
+        """Tell whether ``close`` has a supervisor to end or wait for."""
         return bool(self._idle or self._ending)
 
     def close(self) -> None:
-        """End the idle supervisors; wait, bounded, until they and others have ended."""
+        """End the idle supervisors; wait, with a timeout, until all have ended."""
         while (idle := self.take()) is not None:
             idle.control.shutdown(socket.SHUT_WR)
             self.wait_later(partial(wait_or_kill, *idle))
@@ -119,7 +119,7 @@ class IdleSupervisors:
 
 
 class Pools:
-    """The pools of one loader; they refer to ``supervisors``, not to this object."""
+    """The pools of one loader. A pool refers to ``supervisors``, not to this object."""
 
     def __init__(self) -> None:
         self.supervisors = IdleSupervisors()
@@ -129,7 +129,7 @@ class Pools:
         weakref.finalize(self, _close_all, self._kept)
 
     def has_kept(self) -> bool:
-        """Tell whether workers of an earlier iteration persist and take tasks."""
+        """Tell whether an earlier iteration's persistent workers still take tasks."""
         return any(pool.is_open() for pool in self._kept)
 
     def kept(self, start: "Callable[[], LastingPool]") -> "LastingPool":
@@ -143,22 +143,22 @@ class Pools:
             return self._kept[0]
 
     def join_later(self, workers: "Pool") -> None:
-        """Make ``close`` wait for ``workers`` whose iterator may be dropped."""
+        """Make ``close`` wait for ``workers``, if the pool object still exists then."""
         with self._lock:
             self._ending.add(workers)
 
     def drop(self) -> None:
-        """End persistent workers in the background; new workers replace them."""
+        """End persistent workers in the background; the next epoch starts new ones."""
         _close_all(self._take())
 
     def close(self) -> None:
-        """End persistent workers and wait, bounded, until all have ended."""
+        """End persistent workers; wait, with a timeout, until all have ended."""
         kept = self._take()
         with self._lock:
             ending = list(self._ending)
         for pool in kept:
             pool.end()
-        with contextlib.ExitStack() as stack:  # an error is raised after all waits
+        with contextlib.ExitStack() as stack:  # an error is raised after all the waits
             stack.callback(self.supervisors.close)
             for workers in (*ending, *kept):
                 stack.callback(workers.join)

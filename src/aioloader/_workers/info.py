@@ -1,4 +1,4 @@
-"""``get_worker_info()`` for worker processes and threads, and their random numbers."""
+"""``get_worker_info()`` for worker processes and threads, and their generators."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -22,12 +22,12 @@ from aioloader._workers.rng import (
 
 @dataclass(frozen=True)
 class WorkerInfo:
-    """What a worker knows about itself.
+    """The identity, seed and dataset of a worker.
 
     Attributes:
         id: Number of this worker, from 0.
         num_workers: How many workers the loader has.
-        seed: Its own seed, ``base_seed + id``.
+        seed: This worker's seed: the iteration's base seed plus ``id``.
         dataset: This worker's copy of the dataset, or the dataset that threads share.
     """
 
@@ -40,9 +40,9 @@ class WorkerInfo:
     def rng(self) -> BatchGenerators:
         """Generators (``torch``, ``numpy``, ``random``) of the current batch.
 
-        Seeded per batch, the same in processes and threads; in coroutines, many of
-        which run at once, per sample. Outside a batch, and with ``rng="worker"``,
-        seeded once with ``seed``.
+        They are seeded per batch; with ``rng="sample"``, and in coroutines (many run at
+        once), per sample. Processes and threads use the same seeds. Outside a batch,
+        and with ``rng="worker"``, each thread seeds them once, with ``seed``.
         """
         keyed = _KEYED.get()
         if keyed is not None:
@@ -53,9 +53,9 @@ class WorkerInfo:
         return rng
 
 
-# By worker thread: ``info``, and ``rng``, the generators seeded for the thread.
+# By thread: ``info`` of a worker thread; ``rng``, seeded once for the thread.
 _HERE = threading.local()
-# Generators of the current batch: per thread, and in coroutines per task.
+# Generators of the current batch, by thread; in coroutines, by asyncio task.
 _KEYED: ContextVar[BatchGenerators | None] = ContextVar("aioloader_rng", default=None)
 _NOTHING = nullcontext()
 # The info of a worker process, for all of its threads.
@@ -63,36 +63,36 @@ _process: WorkerInfo | None = None
 
 
 def get_worker_info() -> WorkerInfo | None:
-    """Return the info of this worker process or thread; None in the loader's own.
+    """Return the info of this worker process or thread; None outside of workers.
 
-    In a worker process ``torch.utils.data.get_worker_info()`` returns the same, without
-    ``rng``.
+    In a worker process ``torch.utils.data.get_worker_info()`` returns the same values,
+    but has no ``rng``.
     """
     return getattr(_HERE, "info", None) or _process
 
 
 def use_batch_rng(task: BatchTask) -> AbstractContextManager[None]:
-    """Set ``rng`` to the generators of a batch, in this thread or task."""
+    """Make ``WorkerInfo.rng`` a batch's generators, in this thread or coroutine."""
     if task.key is not None:
         _KEYED.set(BatchGenerators(task.key))
     return _NOTHING
 
 
 def use_sample_rng(task: BatchTask, position: int, stage: int) -> None:
-    """Set ``rng`` to the generators of a sample, or of the batch (position -1)."""
+    """Make ``WorkerInfo.rng`` a sample's generators, or the batch's (position -1)."""
     if task.key is not None:
         key = key_of_sample(task, position, stage) if position >= 0 else task.key
         _KEYED.set(BatchGenerators(key))
 
 
 def seeded(task: BatchTask) -> AbstractContextManager[None]:
-    """Seed the global generators for a batch, and set ``rng``."""
+    """Seed the global generators and ``WorkerInfo.rng`` for a batch."""
     seed_batch(task)
     return use_batch_rng(task)
 
 
 def seed_for_sample(task: BatchTask, position: int, stage: int) -> None:
-    """Seed the global generators for a sample, and set ``rng``."""
+    """Seed the global generators and ``WorkerInfo.rng`` for a sample."""
     seed_sample(task, position, stage)
     use_sample_rng(task, position, stage)
 
@@ -110,7 +110,7 @@ SEEDS: Final[dict[str, Any]] = {
 def worker_thread(
     number: int, num_workers: int, base_seed: int, dataset: Any
 ) -> Iterator[None]:
-    """Make this thread a worker in the block, as ``get_worker_info`` reports it."""
+    """In the block, make ``get_worker_info`` report this thread as a worker."""
     _HERE.info = WorkerInfo(number, num_workers, base_seed + number, dataset)
     try:
         yield
@@ -120,14 +120,14 @@ def worker_thread(
 
 
 def be_worker_process(info: WorkerInfo) -> None:
-    """Make ``get_worker_info``, and torch's, return ``info`` in this process."""
+    """Make our ``get_worker_info`` and torch's return ``info`` in this process."""
     global _process  # noqa: PLW0603  (a process is one worker)
     _process = info
     torch_worker._worker_info = torch_worker.WorkerInfo(**vars(info))  # noqa: SLF001  (where torch looks)
 
 
 def call_init(init: Callable[[int], Any] | None, worker: int) -> None:
-    """Call the user's ``worker_init_fn``, if given; add a note to its error."""
+    """Call the user's ``worker_init_fn``, if any; note the worker in its error."""
     try:
         if init is not None:
             init(worker)

@@ -1,4 +1,4 @@
-"""Messages for objects that cannot be pickled: which attribute, and what to do."""
+"""Messages that say which attribute cannot be pickled, and what to do about it."""
 
 import contextlib
 import types
@@ -14,7 +14,7 @@ _PARTS = (
 
 
 def explain(spec: object, error: Exception, reducers: Reducers = _NONE) -> str:
-    """Return a message that names the attribute for which pickling failed."""
+    """Return a message naming what cannot be pickled; raise ``error`` if all can."""
     for name in _PARTS:
         part = getattr(spec, name, None)
         refusal = _refusal(part, set(), reducers)
@@ -29,7 +29,7 @@ def explain(spec: object, error: Exception, reducers: Reducers = _NONE) -> str:
                 "workers inherit it with multiprocessing_context='fork', or use "
                 "workers='thread'"
             )
-    if _refusal(spec, set(), reducers) is None:  # a signal handler has raised it, say
+    if _refusal(spec, set(), reducers) is None:  # e.g. a signal handler raised it
         raise error
     return (
         f"what the workers need cannot be pickled: {error}; "
@@ -40,10 +40,10 @@ def explain(spec: object, error: Exception, reducers: Reducers = _NONE) -> str:
 def _refusal(
     value: object, seen: set[int], reducers: Reducers
 ) -> tuple[str, object] | None:
-    """Return the path from ``value`` to the culprit, and the culprit; or None."""
+    """Return the path to a part that cannot be pickled, and the part; or None."""
     if len(seen) > 10_000 or id(value) in seen:
         return None
-    with contextlib.suppress(Exception):  # whatever a user's __reduce__ raises
+    with contextlib.suppress(Exception):  # a user's __reduce__ may raise anything
         encode_by_value(value, reducers)
         return None
     seen.add(id(value))
@@ -55,7 +55,7 @@ def _refusal(
 
 
 def _parts(value: Any) -> list[tuple[str, Any]]:
-    """Return the parts of ``value`` that pickling would visit, with their names."""
+    """Return (name, part) pairs for the parts of ``value`` that pickling visits."""
     if isinstance(value, dict):
         return [(f"[{key!r}]", part) for key, part in value.items()]
     if isinstance(value, (list, tuple)):
@@ -73,7 +73,7 @@ def _parts(value: Any) -> list[tuple[str, Any]]:
 
 
 def _state_of(value: Any) -> list[tuple[str, Any]]:
-    """Return the attributes that pickling ``value`` would visit."""
+    """Return (name, value) pairs for the attributes that pickling ``value`` visits."""
     try:
         state = value.__getstate__()
     except Exception:  # of the user's code
@@ -84,12 +84,12 @@ def _state_of(value: Any) -> list[tuple[str, Any]]:
 
 
 def _parts_of_function(function: types.FunctionType) -> list[tuple[str, Any]]:
-    """Return what a function refers to: closure, defaults, globals."""
+    """Return (name, object) pairs for a function's closure, defaults and globals."""
     parts = []
     code, space = function.__code__, function.__globals__
     cells = function.__closure__ or ()
     for name, cell in zip(code.co_freevars, cells, strict=True):
-        with contextlib.suppress(ValueError):  # it is empty
+        with contextlib.suppress(ValueError):  # the cell is empty
             parts.append((f".<{name}>", cell.cell_contents))
     by_name = (function.__kwdefaults__ or {}).values()
     defaults = (*(function.__defaults__ or ()), *by_name)

@@ -1,7 +1,7 @@
-"""Pickle tensors between processes, with their memory out of band.
+"""Pickle tensors for other processes, with their memory out of band.
 
-Dense CPU tensors are sent as the bytes that they span, with their strides. Other kinds
-are sent as by torch's workers, but with their storages out of band, too.
+A dense CPU tensor is sent as the bytes that it spans, with its strides. Other tensors
+are pickled as torch pickles them, but with their CPU storages out of band, too.
 """
 
 import pickle
@@ -16,14 +16,14 @@ from torch.multiprocessing.reductions import reduce_tensor
 
 from aioloader._transport.codec import Reducers
 
-# The buffer of a tensor, its address and its size in bytes.
+# A tensor's buffer, its address and its size in bytes.
 BufferSpan: TypeAlias = tuple[pickle.PickleBuffer, int, int]
 # Called with the memory of each pickled tensor.
 NoteSpan: TypeAlias = Callable[[BufferSpan], object]
 
 
 def reducers(note: NoteSpan) -> Reducers:
-    """Return the reducers for one pickle, which call ``note`` for each tensor."""
+    """Return reducers for one pickle; they pass each tensor's memory to ``note``."""
     return {
         torch.Tensor: partial(_reduce, note),
         torch.UntypedStorage: partial(_reduce_storage, note),
@@ -31,7 +31,7 @@ def reducers(note: NoteSpan) -> Reducers:
 
 
 def _reduce(note: NoteSpan, tensor: torch.Tensor) -> Any:
-    """Reduce a plain tensor to its bytes, out of band."""
+    """Reduce a contiguous CPU tensor to its bytes; others as ``_reduce_rare`` does."""
     try:
         array = tensor.numpy()
         buffer = pickle.PickleBuffer(array)  # type: ignore[arg-type]
@@ -39,7 +39,7 @@ def _reduce(note: NoteSpan, tensor: torch.Tensor) -> Any:
         return _reduce_rare(note, tensor)
     shape = array.shape
     if not array.flags.c_contiguous or (
-        # Strides of such dimensions need not follow from the shape.
+        # The strides of such dimensions need not follow from the shape.
         (1 in shape or 0 in shape)
         and array.strides != np.ndarray(shape, array.dtype, array).strides
     ):
@@ -54,7 +54,7 @@ def _rebuild(buffer: Any, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def _reduce_rare(note: NoteSpan, tensor: torch.Tensor) -> Any:
-    if tensor.is_quantized:  # torch's workers lose its scales
+    if tensor.is_quantized:  # torch's workers lose the scales
         return _rebuild_quietly, tensor.__reduce_ex__(5)  # type: ignore[no-untyped-call]
     if tensor.requires_grad or tensor.is_nested or tensor.is_meta:
         return reduce_tensor(tensor)  # type: ignore[no-untyped-call]
@@ -72,7 +72,7 @@ def _reduce_rare(note: NoteSpan, tensor: torch.Tensor) -> Any:
 
 
 def _flipped(tensor: torch.Tensor, conj: bool, neg: bool) -> torch.Tensor:  # noqa: FBT001
-    """Return a view of the same memory with the given bits flipped."""
+    """Return a view with the conjugate and negative bits flipped if asked to."""
     tensor = tensor.conj() if conj else tensor
     return torch._neg_view(tensor) if neg else tensor  # noqa: SLF001
 
@@ -95,7 +95,7 @@ def _rebuild_rare(
 
 
 def _rebuild_quietly(rebuild: Callable[..., torch.Tensor], args: Any) -> torch.Tensor:
-    """Rebuild by a function of torch that torch itself deprecates."""
+    """Rebuild with a deprecated function of torch, without its warning."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return rebuild(*args)
@@ -104,7 +104,7 @@ def _rebuild_quietly(rebuild: Callable[..., torch.Tensor], args: Any) -> torch.T
 def _reduce_storage(note: NoteSpan, storage: torch.UntypedStorage) -> Any:
     if storage.device.type != "cpu":
         return storage.__reduce__()  # type: ignore[no-untyped-call]
-    if not storage.nbytes():  # torch cannot load what it makes of it
+    if not storage.nbytes():  # torch cannot load its own pickle of an empty one
         return torch.UntypedStorage, ()
     octets = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
     return _rebuild_storage, (_noted(note, octets),)
@@ -114,7 +114,7 @@ def _rebuild_storage(buffer: Any) -> torch.UntypedStorage:
     return torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
 
 
-# For pickles in which tensors need not stay together.
+# For pickles whose tensors need not share memory afterwards.
 REDUCERS = reducers(lambda _span: None)
 
 

@@ -1,7 +1,7 @@
-"""Batches made in another process: their requests, answers and errors.
+"""Requests, answers and errors of batches that are made in another process.
 
-Workers of executors and of Ray get the ``WorkerSpec`` once, then requests, both pickled
-to a header and its buffers.
+The workers of executors and of Ray get the ``WorkerSpec`` once, and then requests. Both
+are pickled to a header and buffers.
 """
 
 import contextlib
@@ -28,17 +28,17 @@ from aioloader.errors import WorkerError
 
 _MAX_TEXT = 20_000
 _NOTHING = contextlib.nullcontext()
-# A pickle: its header, and its buffers in the form in which they are sent.
+# A pickle as it is sent: its header and its buffers.
 PackedTask: TypeAlias = tuple[bytes, list[Any]]
 
 
 def maker_of(spec: WorkerSpec, **options: Any) -> BatchMaker:
-    """Return the batch maker of a worker; ``options`` say how it seeds, and where."""
+    """Return a worker's ``BatchMaker``; ``options`` are its other arguments."""
     return BatchMaker(**spec.kwargs(), policy=FailurePolicy(spec.on_error), **options)
 
 
 def pack_request(pipeline: Pipeline, task: BatchTask) -> tuple[bytes, Buffers]:
-    """Return the pickle of a request, with the samples that were read here."""
+    """Return a request as a pickle, with the samples that the loader has read."""
     fields = task.number, task.indices, task.key, task.sample_keys, task.padding
     epochs = pipeline.maker.epoch, pipeline.maker.dataset_epoch
     values = epochs, *fields, task.samples
@@ -46,9 +46,9 @@ def pack_request(pipeline: Pipeline, task: BatchTask) -> tuple[bytes, Buffers]:
 
 
 def open_request(maker: BatchMaker, request: PackedTask) -> BatchTask:
-    """Return the task of a request; set the maker to its epoch.
+    """Return the task of a request, and set the maker to the request's epoch.
 
-    If the dataset's ``set_epoch`` raises, the error is the task's result.
+    If the dataset's ``set_epoch`` raises, the error becomes the task's result.
     """
     epochs, *fields = decode(*copied(request, maker.lease))
     task = BatchTask(*fields)
@@ -60,7 +60,7 @@ def open_request(maker: BatchMaker, request: PackedTask) -> BatchTask:
 
 
 def copied(packed: PackedTask, lease: Allocator) -> PackedTask:
-    """Copy a pickle's buffers to writable memory, which ``lease`` provides."""
+    """Copy a pickle's buffers to writable memory; ``lease`` allocates large buffers."""
     return packed[0], [_copied(buffer, lease) for buffer in packed[1]]
 
 
@@ -74,7 +74,7 @@ def _copied(buffer: Any, lease: Allocator) -> Any:
 
 
 def of_both(task: BatchTask, made: Sequence[float]) -> BatchTimes:
-    """Return when a batch was made, combining reads here with a worker's times."""
+    """Return a batch's times: those of reads in the loader, then the worker's."""
     began, read, started, transformed, collated, busy, *spent = made
     if not began:
         began, read, busy = task.began, task.read, task.busy
@@ -83,7 +83,7 @@ def of_both(task: BatchTask, made: Sequence[float]) -> BatchTimes:
 
 
 def _moved(made: BatchTimes, seconds: float) -> BatchTimes:
-    """Shift the times to another clock; unknown times stay 0."""
+    """Shift a batch's times by ``seconds`` to another clock; unknown times stay 0."""
     began, read, started, transformed, collated = (
         moment and moment + seconds for moment in made[:5]
     )
@@ -91,7 +91,7 @@ def _moved(made: BatchTimes, seconds: float) -> BatchTimes:
 
 
 def _to_wall() -> float:
-    """Return the Unix time at which this machine's ``perf_counter`` was 0."""
+    """Return the Unix time at which this process's ``perf_counter`` was 0."""
     return time.time() - time.perf_counter()
 
 
@@ -99,7 +99,7 @@ def pack_answer(
     maker: BatchMaker, task: BatchTask, result: BatchResult, worker: int
 ) -> tuple[bytes, Buffers]:
     result.made = _moved(task.made(), _to_wall())
-    result.dataset = None  # the loader's own copy counts
+    result.dataset = None  # the loader's copy counts
     try:
         return encode(remote(maker, task, result, worker), REDUCERS)
     except Exception as error:  # of the user's classes
@@ -109,7 +109,7 @@ def pack_answer(
 def remote(
     maker: BatchMaker, task: BatchTask, result: BatchResult, worker: int
 ) -> BatchResult:
-    """Convert a result to the form that is sent, with the batch's failures."""
+    """Convert ``result`` in place to what is sent: add failures, wrap errors."""
     maker.policy.latest.clear()  # the loader keeps them
     result.size, result.attempted = task.size, task.extra
     if result.error is not None:
@@ -129,7 +129,7 @@ def refused(
     error: Exception,
     worker: int,
 ) -> BatchResult:
-    """Return the result to send if pickling the real one raised ``error``."""
+    """Return the result to send instead of one whose pickling raised ``error``."""
     error.add_note(f"aioloader: {maker.stage_note('send', task)}")
     problem: Any = RemoteError.of(error, worker)
     refusal = BatchResult(error=problem, state=task.state)
@@ -139,7 +139,7 @@ def refused(
 
 
 def opened(result: BatchResult, task: BatchTask) -> tuple[BatchResult, list[Failure]]:
-    """Undo ``remote``: return the result and its failures."""
+    """Undo ``remote`` in the loader; return the result and the batch's failures."""
     task.missing += len(task.indices) - result.size
     if isinstance(result.error, RemoteError):
         result.error = result.error.raisable()
@@ -148,7 +148,7 @@ def opened(result: BatchResult, task: BatchTask) -> tuple[BatchResult, list[Fail
 
 
 def unopened(error: Exception, worker: int) -> BatchResult:
-    """Return the result to deliver for a batch that cannot be unpickled."""
+    """Return the result to deliver for a batch whose unpickling raised ``error``."""
     text = f"a batch of worker {worker} could not be unpickled here: {error!r}; return "
     text += "values of classes that this process can import"
     problem = WorkerError(text, worker=worker)
@@ -168,7 +168,7 @@ def deliver(
     else:
         task.samples = []
         made = _moved(result.made, -_to_wall())
-        # Another machine's clock may be fast.
+        # Another machine's clock may be ahead: move the times out of the future.
         early = min(0.0, time.perf_counter() - made[4])
         result.made = of_both(task, _moved(made, early))
         pipeline.receive(task, *opened(result, task))
@@ -176,21 +176,21 @@ def deliver(
 
 @dataclass(eq=False, repr=False)
 class RemoteError:
-    """The user's exception, sent from a worker to the loader with its traceback.
+    """An exception of user code, sent from a worker to the loader with its traceback.
 
-    The exception keeps its type and text. If it does not survive pickling, it is
-    rebuilt without its constructor, and without attributes that cannot be pickled. If
-    its class cannot be pickled, or its text needs such an attribute, it becomes a
-    ``WorkerError`` with the remote text.
+    The exception keeps its type and, if possible, its text. If it cannot be pickled, it
+    is rebuilt without its constructor and without attributes that cannot be pickled. If
+    its class cannot be pickled, or its text needs such an attribute, the loader raises
+    a ``WorkerError`` with the worker's text.
     """
 
-    # The exception, header and buffers; None if it cannot be pickled.
+    # The pickled exception: header and buffers. None: it cannot be pickled.
     pickled: tuple[bytes, list[bytearray]] | None
     name: str
-    text: str  # its traceback in the worker
-    notes: list[str]  # its notes, which some classes lose in pickling
+    text: str  # the traceback in the worker
+    notes: list[str]  # the notes, which some classes lose in pickling
     worker: int
-    stop: type[BaseException] | None = None  # of the cause, if ``raisable`` replaces it
+    stop: type[BaseException] | None = None  # the cause, if in ``STOPS``
 
     @classmethod
     def of(cls, error: BaseException, worker: int) -> "RemoteError":
@@ -201,7 +201,7 @@ class RemoteError:
         return cls(_pickled(error), type(error).__name__, text, notes, worker, stop)
 
     def raisable(self) -> BaseException:
-        """Return the exception, with notes on where it was raised."""
+        """Return the exception to raise, with the worker's traceback as a note."""
         caught = f"Caught {self.name} in DataLoader worker process {self.worker}."
         text = f"{caught}\nOriginal {self.text}"
         notes = self.notes
@@ -222,7 +222,7 @@ class RemoteError:
 
 
 def _pickled(error: BaseException) -> tuple[bytes, list[bytearray]] | None:
-    """Return a pickle that restores the same type and, if possible, the same text.
+    """Return a pickle that restores the type and, if possible, the text; or None.
 
     The restored text may differ (it may contain an address), but it must exist.
     """
@@ -245,7 +245,7 @@ def _pickled(error: BaseException) -> tuple[bytes, list[bytearray]] | None:
 
 
 def _said(error: BaseException) -> str | None:
-    """Return the text of an exception; None if its class fails to form one."""
+    """Return the text of an exception; None if its ``__str__`` raises."""
     try:
         return str(error)
     except Exception:  # of the user's class

@@ -1,7 +1,7 @@
-"""Memory that workers share with the loader, if they are not forked from it.
+"""Share the loader's memory with workers that are not forked from it.
 
-Mapped files are mapped again. Tensors in shared memory and shared objects of
-``multiprocessing`` stay shared: workers receive their descriptors. All else is copied.
+Workers map the same files again. Tensors in shared memory and ``multiprocessing``'s
+shared objects stay shared: workers receive their descriptors. All else is copied.
 """
 
 import contextlib
@@ -22,25 +22,25 @@ from torch.multiprocessing.reductions import reduce_typed_storage
 from aioloader._transport.codec import Reducers
 from aioloader._workers.reducers import REDUCERS, is_shared
 
-# In a worker, and in the supervisor that forks it: descriptors from the loader.
+# In a worker and its supervisor: the descriptors that the loader has sent.
 received: list[int] = []
 _STORAGE: Any = torch.UntypedStorage
-# Modules whose reducers are left out: the pickler has better ones.
+# Modules whose reducers are left out, because the pickler has better ones.
 _GENERAL = {"multiprocessing.reduction", "torch.multiprocessing.reductions"}
 
 
 class ReceivedDescriptor(NamedTuple):
-    """A descriptor of the loader, for the process that unpickles it."""
+    """A pickled reference to one of the descriptors that the loader sends."""
 
-    number: int  # in the order of sending
+    number: int  # index in ``received``
 
     def detach(self) -> int:
-        """Return a copy that the caller owns."""
+        """Return a duplicate of the descriptor, which the caller owns."""
         return os.dup(received[self.number])
 
 
 class _Child:
-    """Replaces ``multiprocessing``'s child process to collect descriptors."""
+    """A replacement for ``multiprocessing``'s child that collects descriptors."""
 
     DupFd = ReceivedDescriptor
 
@@ -68,7 +68,7 @@ def pickling_for_child() -> Iterator[list[int]]:
 
 
 def sharing_reducers() -> Reducers:
-    """Return the reducers, with those that users have registered."""
+    """Return the reducers for shared memory and those that users registered."""
     known = ForkingPickler._extra_reducers  # type: ignore[attr-defined]  # noqa: SLF001  (there is no public way)
     registered = {
         kind: reduce
@@ -97,7 +97,7 @@ def _reduce_storage(storage: torch.UntypedStorage) -> Any:
         shared = storage._share_filename_cpu_()
         return _STORAGE._new_shared_filename_cpu, shared  # noqa: SLF001
     descriptor, size = storage._share_fd_cpu_()
-    if descriptor < 0:  # a file that is mapped privately
+    if descriptor < 0:  # the storage maps a file privately
         return REDUCERS[torch.UntypedStorage](storage)
     return _map_storage, (reduction.DupFd(descriptor), size)
 
@@ -123,7 +123,7 @@ def _map_arena(size: int, received: ReceivedDescriptor) -> Any:
 
 
 def _reduce_memmap(array: np.memmap[Any, Any]) -> Any:
-    """Reduce an array mapped from a file to its place in the file."""
+    """Pickle a memory-mapped array as its place in the file, or else by value."""
     root: Any = array
     while isinstance(root.base, np.ndarray):
         root = root.base

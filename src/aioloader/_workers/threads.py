@@ -1,8 +1,8 @@
-"""Worker threads, for code that releases the GIL or a Python without one.
+"""Worker threads, for code that releases the GIL, or for a Python without one.
 
-Free threads pull tasks from one queue and write batches to recycled memory. They share
-the dataset and the process's generators; each has its own generators in
-``get_worker_info().rng``.
+Idle threads take tasks from one queue and write batches to recycled memory. All threads
+share the dataset and the process's global random generators; each also has private
+generators in ``get_worker_info().rng``.
 """
 
 import queue
@@ -25,7 +25,7 @@ _GRACE = 10.0
 
 @dataclass(eq=False, repr=False)
 class ThreadWorkers(Pool):
-    """The threads of one iteration."""
+    """The worker threads of one iteration."""
 
     number: int  # how many threads
     _: KW_ONLY
@@ -35,26 +35,26 @@ class ThreadWorkers(Pool):
 
     def __post_init__(self) -> None:
         self._tasks: queue.SimpleQueue[BatchTask | None] = queue.SimpleQueue()
-        self._over: list[bool] = []  # not empty: it is over
+        self._over: list[bool] = []  # not empty once the pool has ended
         self._threads = [CpuThread(f"aioloader-worker-{k}") for k in range(self.number)]
         self._in_flight: dict[int, tuple[BatchTask, float]] = {}  # by thread
-        # Runs at the interpreter's exit, too, before the threads are joined.
+        # At interpreter exit, too, this runs before the threads are joined.
         self._end = weakref.finalize(self, _end, self._over, self._tasks, self._threads)
 
     def open(self, pipeline: Pipeline) -> None:
         for worker, thread in enumerate(self._threads):
-            if thread.ident() is None:  # else another consumer was faster
+            if thread.ident() is None:  # else another consumer has started it
                 thread.post(partial(self._serve, pipeline, worker))
 
     def submit(self, pipeline: Pipeline, task: BatchTask) -> None:  # noqa: ARG002  (the pool's protocol)
         self._tasks.put(task)
 
     def forget(self, pipeline: Pipeline) -> None:  # noqa: ARG002  (the pool's protocol)
-        """End the threads after their current batches; finalizers may call it."""
+        """End the threads after their current batches. Finalizers may call this."""
         self._end()
 
     def join(self) -> bool:
-        """Wait until the threads have ended, bounded; a forked child has none."""
+        """Wait up to 10 s for the threads to end; return whether all have ended."""
         until = time.monotonic() + _GRACE
         for thread in self._threads:
             if thread.ident() is not None:  # else a fork came before its start
@@ -83,8 +83,8 @@ class ThreadWorkers(Pool):
                     result.worker = worker
                     del self._in_flight[ident]
                     pipeline.deliver(task, result)
-                    del task, result  # the consumer may drop it before the next comes
-        except BaseException as error:  # of ``worker_init_fn``: raised by the consumer
+                    del task, result  # hold no batch while waiting for the next
+        except BaseException as error:  # of ``worker_init_fn``: the consumer raises it
             pipeline.fail(error)
 
 
@@ -93,7 +93,7 @@ def _end(
     tasks: "queue.SimpleQueue[BatchTask | None]",
     threads: list[CpuThread],
 ) -> None:
-    """End ``threads`` after their current batches."""
+    """End ``threads`` after their current batches; waiting tasks are dropped."""
     over.append(True)
     for thread in threads:
         tasks.put(None)

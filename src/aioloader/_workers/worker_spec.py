@@ -1,8 +1,8 @@
-"""What a loader sends to its workers once: functions, dataset, surroundings.
+"""The functions, dataset and settings that a loader sends to its workers once.
 
-It is pickled by value, so that lambdas, local classes and notebooks work. Large buffers
-are in one memory file, which every worker maps privately: there is one copy in total,
-and no process sees the writes of another.
+They are pickled by value, so that lambdas, local classes and notebooks work. Processes
+that are not forked from the loader's get one memory file with the pickle. They map it
+privately: the machine has one copy, and no process sees another's writes.
 """
 
 import contextlib
@@ -41,48 +41,48 @@ from aioloader._workers.rng import Rng, seed_worker, states
 from aioloader._workers.sharing import pickling_for_child, sharing_reducers
 from aioloader.errors import WorkerStartError
 
-# Big buffers start on a page of their own; small ones share pages.
+# A big buffer starts on a new page; small ones share pages.
 _ALIGN, _ALIGN_SMALL, _BIG = 4096, 64, 1 << 16
 _LIBRARY = os.path.dirname(os.__file__)  # noqa: PTH120  (a part of other texts)
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class WorkerSpec(Recipe):
-    """What every worker of a loader needs to know."""
+    """The functions, dataset and settings that all workers of a loader get."""
 
     num_workers: int
     base_seed: int  # the iteration's seed; a worker adds its number to it
     rng: Rng
-    window: int  # batches that a worker with a loop makes at once
-    in_flight: int  # batches in flight in total
+    window: int  # batches that a worker with an event loop makes at once
+    in_flight: int  # batches in flight, over all workers
     worker_init_fn: Any = None
     lifespan: Any = None
-    # States for the copies of a map-style dataset, by worker.
+    # By worker: the state that its copy of a stateful map-style dataset resumes.
     datasets: dict[int, Any] = field(default_factory=dict)
-    # What the user has registered: the script does not run in workers.
+    # Collate rules that the user registered: the script does not run in workers.
     default_collate_fn_map: dict[Any, Any] = field(default_factory=changed_rules)
 
     @property
     def is_addressed(self) -> bool:
         """Whether each request is for a certain worker, not for any free one.
 
-        True for replicas of a stream, for stateful map-style datasets (a copy's state
-        depends on the samples it has read), and if the worker's own generators are
-        used, perhaps because of ``worker_init_fn``. Workers take turns as in torch.
+        True for replicas of a stream; for stateful map-style datasets, because a copy's
+        state depends on the samples it has read; and if code may use a worker's own
+        generators. Batches then go to workers round-robin, as in torch.
         """
         is_own = self.rng == "worker" or self.worker_init_fn is not None
         return is_own or self.is_stream() or self.keeps_state
 
     def begin(self, worker: int) -> None:
-        """Make this process a worker, and seed its generators."""
+        """Make this process worker number ``worker``, and seed its generators."""
         torch_rules.default_collate_fn_map.update(self.default_collate_fn_map)
         seed = seed_worker(self.base_seed, worker)
         be_worker_process(WorkerInfo(worker, self.num_workers, seed, self.dataset))
 
     def initialise(self, worker: int, maker: BatchMaker) -> None:
-        """Call the user's init function, and shard a data pipe, as in torch.
+        """Call the user's ``worker_init_fn``, and shard a data pipe, as torch does.
 
-        A function that seeds the generators has them seeded once, not per batch.
+        If the function seeds the global generators, batches do not seed them again.
         """
         before = states() if self.worker_init_fn is not None else None
         call_init(self.worker_init_fn, worker)
@@ -96,7 +96,7 @@ class WorkerSpec(Recipe):
         """Pickle the spec; the buffers are not copied.
 
         Raises:
-            WorkerStartError: If pickling fails; names the attribute and a remedy.
+            WorkerStartError: If pickling fails; the text names the attribute and a fix.
         """
         try:
             send_by_value_what_cannot_be_imported()
@@ -112,9 +112,9 @@ QUIET = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS":
 
 
 def new_python(call: str) -> tuple[str, list[str], dict[str, str]]:
-    """Return how to start an interpreter that calls a function of ``process``.
+    """Return the executable, arguments and environment of a Python that runs ``call``.
 
-    The interpreter never runs the user's script: workers get a pickled spec.
+    ``call`` is code such as ``"fork_server.serve(3)"``; the user's script does not run.
     """
     executable = os.fsdecode(multiprocessing.spawn.get_executable())
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # noqa: SLF001  (as multiprocessing does)
@@ -132,7 +132,7 @@ def new_python(call: str) -> tuple[str, list[str], dict[str, str]]:
 
 
 def _logging_levels() -> dict[str, int]:
-    """Return the levels of loggers; the root logger has an empty name."""
+    """Return the loggers' levels by name; the root logger's name is empty."""
     root = logging.getLogger()
     levels = {
         name: logger.level
@@ -143,7 +143,7 @@ def _logging_levels() -> dict[str, int]:
 
 
 def _directory(getcwd: Callable[[], str] = os.getcwd) -> str:
-    """Return the working directory, or a link to it if it was deleted."""
+    """Return the working directory; if it was deleted, a ``/proc`` link to it."""
     try:
         return getcwd()
     except FileNotFoundError:
@@ -152,7 +152,7 @@ def _directory(getcwd: Callable[[], str] = os.getcwd) -> str:
 
 @dataclass(eq=False, repr=False)
 class Surroundings:
-    """The state of the user's process, for workers that are not forked from it."""
+    """Process-wide settings of the user's process, for workers not forked from it."""
 
     directory: str = field(default_factory=_directory)
     path: list[str] = field(
@@ -163,7 +163,7 @@ class Surroundings:
     affinity: set[int] = field(
         default_factory=lambda: getattr(os, "sched_getaffinity", lambda _: set())(0)
     )
-    filters: list[bytes] = field(  # since 3.14 a context may have its own
+    filters: list[bytes] = field(  # of warnings; since 3.14 a context may have its own
         default_factory=lambda: _each(
             pickle.dumps, getattr(warnings, "_get_filters", lambda: warnings.filters)()
         )
@@ -176,16 +176,16 @@ class Surroundings:
     )
 
     def enter(self) -> None:
-        """Apply the surroundings to this process, before any user code is imported.
+        """Apply the settings to this process, before it imports any user code.
 
-        Libraries that would start threads at import are kept from it.
+        ``QUIET`` then keeps libraries from starting threads when they are imported.
         """
         self.enter_environment()
         os.environ.update(QUIET)
         sys.path[:] = self.path
         sys.argv[:] = self.argv
         os.chdir(self.directory)
-        with contextlib.suppress(OSError):  # of processors that went offline
+        with contextlib.suppress(OSError):  # the processors went offline
             if self.affinity:
                 os.sched_setaffinity(0, self.affinity)
         filters = _each(decode, self.filters)
@@ -204,7 +204,7 @@ class Surroundings:
 
 
 def _each(convert: Callable[[Any], Any], objects: Iterable[Any]) -> list[Any]:
-    """Convert objects; leave out those that cannot be pickled or imported."""
+    """Convert objects; leave out those whose conversion raises."""
     converted = []
     for part in objects:
         with contextlib.suppress(Exception):
@@ -213,10 +213,10 @@ def _each(convert: Callable[[Any], Any], objects: Iterable[Any]) -> list[Any]:
 
 
 def send_by_value_what_cannot_be_imported() -> None:
-    """Register modules that workers cannot import by name for pickling by value.
+    """Make cloudpickle send modules by value that workers cannot import by name.
 
-    They were loaded from a file: a test by pytest, a configuration, a plugin. Another
-    file on ``sys.path`` may have the same name.
+    Such a module was loaded from a file: a test by pytest, a configuration, a plugin.
+    Importing its name might even find another file on ``sys.path``.
     """
     import cloudpickle
 
@@ -231,26 +231,26 @@ def send_by_value_what_cannot_be_imported() -> None:
 
 @functools.lru_cache(1)
 def _importer(path: object, directory: object) -> Callable[..., bool]:  # noqa: ARG001
-    """Return a cached ``_can_import`` for a ``sys.path`` and a working directory."""
+    """Return a ``_can_import`` with a new cache, for this path and directory."""
     return functools.cache(_can_import)
 
 
 def _can_import(name: str, file: str | None, is_plain: bool) -> bool:  # noqa: FBT001
-    """Tell whether a process with the same ``sys.path`` imports the same module."""
+    """Tell whether a process with this ``sys.path`` gets this module by its name."""
     if name in {"__main__", "__mp_main__"}:  # the latter is a spawned process's main
         return name == "__main__"
     parent, _, last = name.rpartition(".")
     folders = getattr(sys.modules.get(parent), "__path__", ())
     starts = tuple(f"{folder}/{last}{end}" for folder in folders for end in "./")
     if file is not None and file.startswith(starts):
-        return True  # thousands are, and looking for a file takes long
+        return True  # a shortcut for thousands of modules
     try:
         spec = _spec_of(name)
     except Exception:  # of a third-party finder
         return True
     if spec is None:
-        return bool(parent)  # a package may make its modules
-    if file is None:  # made by code: exactly a module, unless it replaces a module
+        return bool(parent)  # a package may create its submodules in code
+    if file is None:  # created in code, without a file
         return not (is_plain and spec.has_location)
     is_of_python = name in sys.stdlib_module_names and file.startswith(_LIBRARY)
     return (
@@ -264,7 +264,7 @@ def _can_import(name: str, file: str | None, is_plain: bool) -> bool:  # noqa: F
 def _is_same_file(
     first: str, second: str | None, stat: Callable[[str], os.stat_result] = os.stat
 ) -> bool:
-    """Tell whether two names, one perhaps a link, are of one file."""
+    """Tell whether two paths, one of them perhaps a link, name the same file."""
     try:
         return second is not None and os.path.samestat(stat(first), stat(second))
     except OSError:
@@ -272,7 +272,7 @@ def _is_same_file(
 
 
 def _spec_of(name: str) -> Any:
-    """Return the spec of a module as importing would, without importing parents."""
+    """Find a module's spec as an import would, but without importing its parents."""
     path, parent = None, name.rpartition(".")[0]
     if parent:
         above = _spec_of(parent)
@@ -284,10 +284,10 @@ def _spec_of(name: str) -> Any:
 
 
 def ship(spec: WorkerSpec) -> list[int]:
-    """Write ``spec`` to a memory file; return descriptors, owned by the caller.
+    """Write ``spec`` to a memory file; return descriptors, which the caller owns.
 
-    The first descriptor is the file; the others are shared with workers. Each buffer is
-    copied once, into the file.
+    The first descriptor is the file's. The others belong to shared memory that the spec
+    refers to. Each buffer is copied once, into the file.
     """
     with pickling_for_child() as shared:
         file = _written(*spec.pickled({**sharing_reducers(), **ONLY_TO_WORKERS}))
@@ -295,7 +295,7 @@ def ship(spec: WorkerSpec) -> list[int]:
 
 
 def _written(header: bytes, buffers: Buffers) -> int:
-    """Return a memory file of a pickle."""
+    """Write a pickle to a new memory file; return the file's descriptor."""
     parts = [memoryview(header), *(buffer.raw() for buffer in buffers)]
     sizes = np.array([len(parts), *(part.nbytes for part in parts)], "<q").tobytes()
     file, offset, small = unnamed_file(), 0, bytearray()
@@ -303,7 +303,7 @@ def _written(header: bytes, buffers: Buffers) -> int:
         for part in (memoryview(sizes), *parts):
             small += bytes(_gap(offset + len(small), part.nbytes))
             is_big = part.nbytes >= _BIG
-            if not is_big:  # there may be millions
+            if not is_big:  # there may be millions of small buffers
                 small += part
             if is_big or len(small) >= _BIG:
                 offset, small = _write(file, memoryview(small), offset), bytearray()
@@ -317,7 +317,7 @@ def _written(header: bytes, buffers: Buffers) -> int:
 
 
 def receive(file: int) -> WorkerSpec:
-    """Return the spec in ``file``; its buffers are private, writable mappings.
+    """Return the spec in ``file``; its buffers are privately mapped and writable.
 
     Raises:
         WorkerStartError: If the spec names something that cannot be imported here.
@@ -341,7 +341,7 @@ def receive(file: int) -> WorkerSpec:
 
 
 def _write(file: int, data: memoryview, offset: int) -> int:
-    """Write all of ``data``, at most 1 GiB at a time; return the end's offset."""
+    """Write all of ``data``, up to 1 GiB per call; return the offset after it."""
     while len(data):
         written: int = write_at(file, data[: 1 << 30], offset)
         data, offset = data[written:], offset + written
@@ -349,5 +349,5 @@ def _write(file: int, data: memoryview, offset: int) -> int:
 
 
 def _gap(offset: int, nbytes: int) -> int:
-    """Return how many bytes to skip: big buffers start on a page."""
+    """Return the padding before a buffer in bytes: big ones start on a new page."""
     return -offset % (_ALIGN if nbytes >= _BIG else _ALIGN_SMALL)

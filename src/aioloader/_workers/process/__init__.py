@@ -1,1 +1,1 @@
-"""Worker processes: supervisor, ways to start, dispatcher, recovery."""
+"""Worker processes: how they start, their supervisor, dispatcher and recovery."""

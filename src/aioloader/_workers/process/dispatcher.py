@@ -1,8 +1,8 @@
 """Assign batches to worker processes: tickets, queues and workers of one pool.
 
-A ticket is one request. It waits here until its queue has room, then in the kernel
-until a worker takes it; when its result arrives, it is removed. Synchronous, used under
-the pool's lock. The dispatcher owns the descriptors for requests and batches.
+A ticket is one request. It waits here until its queue has room, then in the queue until
+a worker takes it; it is removed when its result arrives. All code is synchronous and
+runs under the pool's lock. The dispatcher owns the descriptors of queues and arenas.
 """
 
 import abc
@@ -39,30 +39,30 @@ from aioloader._workers.remote_tasks import of_both, opened, unopened
 from aioloader._workers.worker_spec import WorkerSpec
 from aioloader.protocols import is_stateful
 
-# Samples of up to this size travel inside the request.
+# Samples up to this many bytes in total are sent inside the request.
 _INLINE_BYTES = 1 << 15
-# Batches that a consumer may hold, besides those in flight, before it gets copies.
+# Besides those in flight, how many batches a consumer may hold before it gets copies.
 _MAX_HELD = 4
 
 
 class Queue(abc.ABC):
-    """A queue of requests, for any free worker or for a certain one."""
+    """A queue of requests, for any free worker or for one certain worker."""
 
-    waiting: deque[Request]  # for room
+    waiting: deque[Request]  # requests for which there was no room
 
     @abc.abstractmethod
     def send(self, ticket: int, frame: bytes) -> bool:
-        """Send the request of a ticket; return whether there was room."""
+        """Send a ticket's request if there is room; return whether it was sent."""
 
     def close(self) -> None:  # noqa: B027  (some end with their processes)
-        """Close the queue: workers then see the end of requests."""
+        """Close the queue, so that workers see the end of requests."""
 
     def taken(self) -> set[int]:
         """Return the tickets that live workers have certainly taken."""
         return set()
 
     def take_back(self) -> Iterator[bytes | memoryview]:
-        """Remove and yield the requests that no worker has taken."""
+        """Remove and yield the requests that no worker has taken yet."""
         yield from ()
 
 
@@ -70,7 +70,7 @@ class Queue(abc.ABC):
 class KernelQueue(Queue):
     """A queue in the kernel, from which workers take requests themselves."""
 
-    # The far end is passed to workers, and used to take requests back.
+    # Workers get the second end; the loader takes requests back from it.
     ends: tuple[Channel, Channel] = field(default_factory=Channel.pair)
     waiting: deque[Request] = field(default_factory=deque)
 
@@ -88,32 +88,32 @@ class KernelQueue(Queue):
 
 @dataclass(eq=False, repr=False)
 class Worker:
-    """The loader's view of a worker; the process may change, the number stays."""
+    """The loader's view of a worker, whose process may be replaced."""
 
     number: int
-    queue: Any  # of its requests; for this worker alone if batches are assigned
-    arena: Any  # the memory of its batches, and its table of those in flight
-    pid: int | None = None  # its process, once known
+    queue: Any  # a ``Queue``: this worker's, if batches are assigned, else shared
+    arena: Any  # the memory of its batches, and the table of those in flight
+    pid: int | None = None  # of its process, once known
     is_ready: bool = False  # whether the process takes requests
     starts: int = 0  # processes started since the last one that took a batch
-    is_stuck: bool = False  # whether its process is being killed: a batch was late
-    # The state of its copy of a stateful map-style dataset after its latest result, in
-    # a tuple; None if not known.
+    is_stuck: bool = False  # whether its process was killed because a batch was late
+    # In a tuple: the state of its copy of a stateful map-style dataset after its latest
+    # result. None: not known.
     copy_state: tuple[Any] | None = None
-    # Whether its process replaces a dead one and still has to get ``copy_state``.
+    # Whether its process replaces a dead one and must still get ``copy_state``.
     has_new_copy: bool = False
 
 
 @dataclass(eq=False, repr=False, slots=True)
 class Ticket:
-    """A request in flight."""
+    """A request, from its submission until its result arrives."""
 
     pipeline: Pipeline
     task: BatchTask
     request: Request
-    worker: Worker  # the worker that the batch is assigned to, if batches are
+    worker: Worker  # the worker that gets the batch, if batches are assigned
     deaths: int = 0  # how many workers have died with this batch alone in hand
-    slot: SlotRef | None = None  # of its samples, if they did not fit into the request
+    slot: SlotRef | None = None  # where its samples are, if not in the request
 
 
 def _dumps_for_others(request: tuple[Any, ...]) -> bytes:
@@ -124,10 +124,10 @@ _dumps: Callable[[tuple[Any, ...]], bytes] = partial(pickle.dumps, protocol=5)
 
 
 class Dispatcher:
-    """Tickets, queues and workers of one pool; ``stack`` closes what it opens.
+    """The tickets, queues and workers of one pool.
 
-    ``make_queue`` and ``make_arena`` make the queues and the memory of its processes.
-    With ``has_memory``, samples that the loader has read go through memory, too.
+    ``stack`` closes the queues and arenas, which ``make_queue`` and ``make_arena``
+    make. ``has_memory``: samples that the loader reads go through shared memory, too.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class Dispatcher:
         has_memory: bool = True,
     ) -> None:
         self.spec = spec
-        # Forks of this process have all of its modules.
+        # Forks of this process can import all of its modules.
         self._dumps = _dumps if are_forks else _dumps_for_others
         self._make_arena = make_arena
         self.tickets: dict[int, Ticket] = {}
@@ -152,8 +152,8 @@ class Dispatcher:
             has_state = is_stateful(spec.dataset)
             self.replicas = StreamReplicas(spec.num_workers, has_state=has_state)
         self.samples: ArenaWriter | None = None
-        # The reader of each slot of samples: whichever worker has this ticket, or the
-        # worker that has answered it.
+        # The reader of the samples in each slot: the worker that has this ticket, or
+        # the worker that has answered it.
         self._readers: dict[SlotRef, int | Worker] = {}
         if has_memory and not spec.reads:
             self.samples = ArenaWriter()
@@ -172,7 +172,7 @@ class Dispatcher:
             self.workers.append(worker)
 
     def submit(self, pipeline: Pipeline, task: BatchTask) -> None:
-        """Send a request for ``task``; a stream that has ended answers at once."""
+        """Send a request for ``task``, or deliver its result if its stream is over."""
         worker = self.workers[task.number % len(self.workers)]
         number, indices, resume = task.number, task.indices, None
         if self.replicas is not None:
@@ -200,13 +200,13 @@ class Dispatcher:
             queue.waiting.append(request)
 
     def flush(self) -> None:
-        """Send waiting requests while there is room."""
+        """Send waiting requests while their queues have room."""
         for queue in self.queues:
             while queue.waiting and self._send(queue, queue.waiting[0]):
                 queue.waiting.popleft()
 
     def _send(self, queue: Queue, request: Request) -> bool:
-        """Send a request, unless it is obsolete; return False if it must wait."""
+        """Send a request, or drop an obsolete one; return False if it must wait."""
         ticket = self.tickets.get(request.ticket)
         if ticket is None and request.ticket >= 0:
             return True
@@ -241,7 +241,7 @@ class Dispatcher:
             self.flush()
 
     def accept(self, frame: bytes | memoryview) -> BaseException | None:
-        """Deliver the result of a request; return the error of a worker's start."""
+        """Handle a worker's message: deliver a result, or return a fatal error."""
         kind, number, name, *made = RESULT_HEAD.unpack_from(frame)
         worker = self.workers[number]
         if kind == READY:
@@ -254,7 +254,7 @@ class Dispatcher:
         worker.starts = 0
         slot = slot_of(frame, RESULT_HEAD.size)
         ticket = self.tickets.pop(name, None)
-        if ticket is None:  # its iteration has ended, or the batch was made twice
+        if ticket is None:  # the iteration has ended, or the batch was made twice
             if slot is not None:
                 worker.arena.free(slot)
             return None
@@ -276,14 +276,14 @@ class Dispatcher:
             result = self._note(worker, ticket, result)
         task.samples = []
         if made[4]:
-            # Runs are only for batches that fit into the frame, and the socket.
+            # Only batches in frames form runs, and a run must fit into the socket.
             share = RUN_SECONDS * (len(frame) / WAITING_BYTES if slot is None else 1)
             ticket.pipeline.note_pace(max(share, made[4] - made[0]), 1)
         ticket.pipeline.receive(task, result, failures)
         return None
 
     def _note(self, worker: Worker, ticket: Ticket, result: BatchResult) -> BatchResult:
-        """Note a worker's position; return its result as the consumer sees it."""
+        """Record a worker's progress; return its result as the consumer sees it."""
         slot, request = ticket.slot, ticket.request
         if slot is not None and self._readers.get(slot) == request.ticket:
             self._readers[slot] = worker
@@ -296,10 +296,10 @@ class Dispatcher:
         return result
 
     def renew(self, dead: Worker, taken: Iterable[int]) -> None:
-        """Prepare for the successor of a dead worker that had ``taken`` these tickets.
+        """Reset a dead worker, which had ``taken`` these tickets, for a new process.
 
-        The successor gets the state of the dead worker's copy of the dataset. Samples
-        that only the dead worker would have read are freed.
+        The process gets the last state of the worker's copy of the dataset. Slots of
+        samples that only the dead process would have read are freed.
         """
         dead.arena.close()
         dead.arena = self._make_arena()
@@ -315,7 +315,7 @@ class Dispatcher:
                 self._free_unread(slot)
 
     def take_back(self, queue: Queue) -> None:
-        """Empty a queue, in the kernel and here; keep the tickets."""
+        """Remove all requests from a queue, sent or waiting; keep their tickets."""
         for frame in queue.take_back():
             slot = slot_of(frame, 0) if self.samples is not None else None
             if slot in self._readers:
@@ -328,7 +328,7 @@ class Dispatcher:
         self.samples.free(slot)
 
     def close(self) -> None:
-        """Remove everything and close the queues of requests."""
+        """Drop all tickets and requests; the pool's ``stack`` closes the queues."""
         self.tickets.clear()
         self.replicas = None  # it would keep pipelines alive
         for queue in self.queues:

@@ -1,9 +1,9 @@
 """The fork server: a clean process that has imported torch and forks on request.
 
-It forks a supervisor for each loader that must not fork the user's process: event loops
-and their clients do not survive a fork. The fork server is single-threaded, runs no
-user code, serves all loaders of a process, and ends with it, when its socket closes. A
-loader keeps its supervisor between epochs (``ServedLauncher``).
+Some loaders must not fork the user's process: event loops and their clients do not
+survive a fork. The fork server forks a supervisor for each of these loaders, which keep
+it between epochs (``ServedLauncher``). One fork server serves all loaders of a process.
+It has one thread, runs no user code, and ends with the process, when its socket closes.
 """
 
 import contextlib
@@ -30,14 +30,14 @@ _START_SECONDS = 60.0
 
 
 class ForkServer:
-    """The loader's handle on the fork server; made once, used from any thread."""
+    """A process's handle on its fork server; may be used from any thread."""
 
     def __init__(self) -> None:
         self.channel, theirs = Channel.pair()
         close_in_children(self.channel.close)
         try:
             os.set_inheritable(theirs.fileno(), True)  # noqa: FBT003  (its only argument)
-            # Ctrl-C is for the loader's process, also while this one imports.
+            # Ctrl-C is for the loader's process, even while the fork server imports.
             blocked = {*signal.pthread_sigmask(signal.SIG_BLOCK, ()), signal.SIGINT}
             command = new_python(f"fork_server.serve({theirs.fileno()})")
             self.pid = os.posix_spawn(*command, setsigmask=blocked)
@@ -49,18 +49,18 @@ class ForkServer:
             theirs.close()
 
     def is_alive(self) -> bool:
-        """Tell whether this process can use it."""
+        """Tell whether the fork server runs and is a child of this process."""
         try:
             ended, _ = os.waitpid(self.pid, os.WNOHANG)
-        except ChildProcessError:  # of another process, or reaped by other code
+        except ChildProcessError:  # another process's child, or reaped by other code
             return False
         return not ended
 
     def wait(self) -> str:
-        """Wait until it has imported its modules; return the names of its threads.
+        """Wait until the server is ready; return the names of all but its main thread.
 
-        With any besides the main thread it must not be forked. Its only frame stays
-        unread, so that every caller sees it.
+        If there are any, the server must not fork. The message with the names is not
+        removed from the socket, so that every caller gets it.
         """
         connection.wait([self.channel], _START_SECONDS)
         try:
@@ -68,7 +68,7 @@ class ForkServer:
         except EOFError:
             received = None
             with contextlib.suppress(ChildProcessError):  # reaped by other code
-                os.waitpid(self.pid, 0)  # it is ending
+                os.waitpid(self.pid, 0)  # it has closed its socket, so it ends
         if received is None:
             raise WorkerStartError(
                 "the fork server of the worker processes has ended, or has not started "
@@ -78,7 +78,7 @@ class ForkServer:
         return bytes(received[0]).decode()
 
     def fork(self) -> Channel:
-        """Return the channel to a new supervisor; ``OSError``: the server is gone."""
+        """Return the channel to a new supervisor; raise ``OSError`` if this fails."""
         ours, theirs = Channel.pair()
         loader = os.pidfd_open(os.getpid())
         try:
@@ -94,12 +94,12 @@ _latest: ForkServer | None = None
 
 
 def fork_server_in_use() -> ForkServer | None:
-    """Return the fork server that this process uses, if it has started one."""
+    """Return this process's fork server, or None if it has started none."""
     return _latest
 
 
 def warm_fork_server() -> ForkServer:
-    """Start the fork server in the background if it is not running; return it."""
+    """Return the fork server; start it in the background if it is not running."""
     global _latest  # noqa: PLW0603  (a process has one)
     with _LOCK:
         if _latest is not None and not _latest.is_alive():
@@ -115,21 +115,21 @@ def warm_up() -> None:
 
     Loaders that need it (async datasets with workers, and
     ``multiprocessing_context="forkserver"``) start it in the background when they are
-    made; calling this earlier hides the second or two that importing torch takes. It
-    does nothing where workers cannot be forked.
+    created. An earlier call hides the second or two that importing torch takes. Where
+    workers cannot be forked, this function does nothing.
 
     Raises:
-        WorkerStartError: If it cannot be started.
+        WorkerStartError: If the fork server cannot be started.
     """
     if not lack_of_linux():
         warm_fork_server().wait()
 
 
 class ServedLauncher(Launcher):
-    """Start workers through a supervisor of the fork server.
+    """A launcher whose supervisor is forked by the fork server.
 
-    The supervisor unpickles the dataset once for all workers, unless that starts
-    threads. ``stack`` closes the dataset's file, and the descriptors that it shares.
+    The supervisor unpickles the spec once for all workers, unless that starts threads.
+    ``stack`` closes the spec's memory file, and the descriptors of its shared memory.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class ServedLauncher(Launcher):
         while True:
             idle = self._supervisors.take()
             self.control = idle.control if idle else _new_supervisor()
-            with contextlib.suppress(OSError):  # ``notes`` finds that it has died
+            with contextlib.suppress(OSError):  # it has died; ``notes`` reports that
                 for k in range(0, len(self._shared), MAX_DESCRIPTORS):
                     part = self._shared[k : k + MAX_DESCRIPTORS]
                     self.instruct("share", None, part)
@@ -162,7 +162,7 @@ class ServedLauncher(Launcher):
             self.hang_up()  # it died while idle
 
     def join(self, timeout: float) -> bool:
-        """Wait until the workers have ended; the supervisor is kept."""
+        """Wait for the workers to end, then keep the supervisor; tell if it is kept."""
         for note in self.notes(timeout):
             if note.word == "ended" and self.control is not None:
                 self._supervisors.give_back(self.control, self._supervisor)
@@ -170,7 +170,7 @@ class ServedLauncher(Launcher):
         return self.control is None
 
     def reopen(self) -> None:
-        """Start over: the supervisor has died, or has threads and cannot fork."""
+        """Replace the supervisor, which has died, or has threads and so cannot fork."""
         self.hang_up()
         self.open()
 
@@ -184,14 +184,14 @@ def _new_supervisor() -> Channel:
 
 
 def serve(descriptor: int) -> None:
-    """Run the fork server: fork a supervisor per request, until the socket closes."""
+    """Run the fork server: fork a supervisor per request until the socket closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the supervisors
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)  # the terminal belongs to the loader's process
     os.close(nothing)
-    seed_worker(0, 0)  # its first call takes 2 ms longer than the next
+    seed_worker(0, 0)  # the first call in a process takes 2 ms more
     gc.collect()
     gc.freeze()
     os.set_inheritable(descriptor, False)  # noqa: FBT003  (its only argument)

@@ -1,6 +1,6 @@
-"""The loader's handle on a supervisor: start workers, learn of deaths, end them.
+"""The loader's handle on a supervisor: start and end workers, and get its reports.
 
-``iter()`` forks a supervisor from this process (``ForkLauncher``); or the fork server
+``iter()`` forks the supervisor from this process (``ForkLauncher``), or the fork server
 forks it (``ServedLauncher`` in ``fork_server``).
 """
 
@@ -33,32 +33,32 @@ from aioloader._workers.process.supervisor import (
 from aioloader._workers.worker_spec import WorkerSpec
 from aioloader.errors import WorkerDiedError, WorkerStartError
 
-# Seconds for the supervisor to end everything, and then for the kernel.
+# Seconds for the supervisor to end all workers, and for the kernel to finish.
 PATIENCE = ASKED + 2 * TERMINATED + 2.0
 # Seconds for a supervisor to accept an instruction.
 _ACCEPT_SECONDS = 1.0
-# Seconds for a forked supervisor to start, and at the first fork to take the locks; the
-# factor by which later forks have longer; and seconds for all forks together.
+# Seconds for a forked supervisor to start, and then, at the first fork, to take the
+# locks; the factor by which each later fork gets longer; seconds for all forks.
 _ALIVE_SECONDS, _UP_SECONDS, _LONGER, _FORK_SECONDS = 10.0, 0.3, 1.3, 30.0
 
 
 class Launcher:
-    """The channel to a supervisor, which starts workers that share ``ends``."""
+    """The loader's handle on a supervisor, which starts and watches workers."""
 
-    _supervisors: IdleSupervisors  # which wait for the supervisor's end
+    _supervisors: IdleSupervisors  # they wait for the supervisor to end
     control: Channel | None = None
-    _supervisor = 0  # pid, once known
-    _process: Any = None  # if it is a child of this process
+    _supervisor = 0  # its pid, once known
+    _process: Any = None  # if the supervisor is a child of this process
     _is_over = False
     _patience = PATIENCE
 
     def instruct(
         self, word: str, argument: Any = None, descriptors: Sequence[int] = ()
     ) -> None:
-        """Send an instruction.
+        """Send an instruction to the supervisor.
 
-        ``"start"`` (worker) needs the descriptors of its arena and its queue. After
-        ``"kill"`` (worker) a report says that the worker died.
+        ``"start"`` (a worker) needs the descriptors of the worker's arena and queue.
+        After ``"kill"`` (a worker), a report says that the worker has died.
 
         Raises:
             OSError: If the supervisor is gone or accepts nothing for a second.
@@ -75,7 +75,7 @@ class Launcher:
     def notes(self, timeout: float = 0.0) -> Iterator[SupervisorReport]:
         """Yield reports for ``timeout`` seconds; "orphaned" if the supervisor died.
 
-        If it is replaced meanwhile, the reports of its successor follow.
+        If the caller then starts a new supervisor, the new one's reports follow.
         """
         until = time.monotonic() + timeout
         while (control := self.control) is not None:
@@ -100,11 +100,11 @@ class Launcher:
                     return
 
     def end(self) -> None:
-        """End the workers in the background; their queues are already closed."""
+        """Tell the supervisor to end the workers; the pool then closes their queues."""
         self._is_over = True
         with contextlib.suppress(OSError):
             if self._supervisor:
-                os.kill(self._supervisor, signal.SIGCONT)  # it may be stopped
+                os.kill(self._supervisor, signal.SIGCONT)  # if it is stopped
             self.instruct("end")
 
     def hang_up(self) -> None:
@@ -113,12 +113,12 @@ class Launcher:
             self.control = None
 
     def abandon(self) -> None:
-        """Close a forked child's copy."""
+        """In a forked child, close its copy of the channel."""
         self.hang_up()
         self._process = None
 
     def close(self) -> None:
-        """Close the channel; without ``end`` the workers are killed."""
+        """Close the channel; the supervisor ends, and kills workers that still run."""
         control, self.control = self.control, None
         if control is not None:
             control.shutdown(socket.SHUT_WR)
@@ -127,12 +127,12 @@ class Launcher:
             self._supervisors.wait_later(partial(wait_or_kill, *ending))
 
     def advice(self) -> str:
-        """Return a hint for a stuck worker; "" if there is none."""
+        """Return a hint on why a worker may be stuck, or an empty string."""
         return ""
 
 
 class ForkLauncher(Launcher):
-    """Fork a supervisor, which inherits ``spec``, as ``multiprocessing`` does."""
+    """A launcher that forks the supervisor here, so that it inherits ``spec``."""
 
     def __init__(
         self, spec: WorkerSpec, supervisors: IdleSupervisors, ends: Sequence[int]
@@ -144,7 +144,7 @@ class ForkLauncher(Launcher):
     def open(self) -> None:
         """Fork a supervisor; fork again if another thread held a lock at the fork.
 
-        Such a lock stays locked in the child, so the supervisor never reports "up".
+        Such a lock stays locked in the child, which then never reports "up".
 
         Raises:
             WorkerStartError: If no supervisor comes up.
@@ -172,7 +172,7 @@ class ForkLauncher(Launcher):
         )
 
     def join(self, timeout: float) -> bool:
-        """Wait until the supervisor, which outlives the workers, has ended."""
+        """Wait for the supervisor, which ends after the workers; tell if it ended."""
         for _ in self.notes(timeout):
             pass
         if self.control is not None:
@@ -200,7 +200,7 @@ class ForkLauncher(Launcher):
         self.control, theirs = Channel.pair()
         with contextlib.ExitStack() as stack:
             stack.callback(theirs.close)
-            # Duplicates: a forked child closes all descriptors of this process's pools.
+            # Duplicates, because a forked child closes this process's pools.
             copies: list[int] = []
             for end in self._ends:
                 copies.append(os.dup(end))
@@ -213,20 +213,20 @@ class ForkLauncher(Launcher):
                     args=(theirs, loader, self._spec, copies),
                     kwargs={"collects": collects},
                     name="aioloader-supervisor",
-                    daemon=True,  # at exit, ``multiprocessing`` ends it
+                    daemon=True,  # ``multiprocessing`` ends it at exit
                 )
                 process.start()
                 self._process, self._supervisor = process, process.pid
-                # The pipes that ``multiprocessing`` watches a child with would stay
-                # open until it is reaped, and every process forked meanwhile would
-                # inherit one.
+                # A pidfd replaces ``multiprocessing``'s pipes to the child. They would
+                # stay open until the child is reaped, and every process forked
+                # meanwhile would inherit one.
                 popen = process._popen  # noqa: SLF001  (there is no public way)
                 popen.finalizer()
                 popen.sentinel = process._sentinel = os.pidfd_open(process.pid)  # noqa: SLF001
                 popen.finalizer = Finalize(popen, close_fds, (popen.sentinel,))
 
     def reopen(self) -> None:
-        """Raise: this process is not forked again in mid-epoch."""
+        """Raise an error: this process must not be forked again in mid-epoch."""
         from aioloader._workers.process.recovery import cause_of
 
         self._process.join()
@@ -245,8 +245,8 @@ class ForkLauncher(Launcher):
 def _quiet_fork() -> Iterator[bool]:
     """Prepare a fork; yield whether the garbage collector is on.
 
-    Until it has set itself up, the child collects nothing and gets no Ctrl-C. A daemon
-    of ``multiprocessing`` (a worker of its ``Pool``) may fork too.
+    The child starts with the collector off and Ctrl-C blocked. In the block, even a
+    daemon of ``multiprocessing``, such as a worker of its ``Pool``, may fork.
     """
     config: Any = multiprocessing.current_process()._config  # type: ignore[attr-defined]  # noqa: SLF001  (as torch does, the other way round)
     with without_collector() as collects:  # and one fork at a time
@@ -254,7 +254,7 @@ def _quiet_fork() -> Iterator[bool]:
         daemon = config.get("daemon")
         try:
             config.pop("daemon", None)
-            # A Ctrl-C of just before is raised here, when the mask has changed.
+            # A Ctrl-C that came just before is raised here, after the mask has changed.
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
             yield collects
         finally:

@@ -1,13 +1,13 @@
-"""The messages between a loader and its workers; batches are written once.
+"""The messages between a loader and its workers; a batch's data is written once.
 
 A request is a small pickle, or a packed batch if it carries samples. A result is a head
 (kind, worker, ticket, when the batch was made) and a packed batch.
 
 ``default_collate`` allocates its result in the slot of an arena, where the loader reads
-it in place; tensors that are elsewhere when the batch is packed (from a custom collate
-function) are copied in. Small batches travel inside the frame: below about 64 KB a copy
-is cheaper than a slot. A small batch of plain tensors is not pickled either: a
-description of its structure is cached, and looked up by its bytes.
+it in place. Other tensors (from a custom collate function) are copied to the slot when
+the batch is packed. Small batches are sent inside the frame: below about 64 KB a copy
+is cheaper than a slot. If such a batch has only plain tensors, it is not pickled: a
+description of its structure, cached on both sides, precedes the tensors' bytes.
 """
 
 import functools
@@ -42,45 +42,45 @@ EncodeBatch: TypeAlias = Callable[[Any, Reducers, int], tuple[bytes, Buffers]]
 RESULT_HEAD = struct.Struct("<BHq8d")
 STAGES = ("fetch", "transform", "collate", "send")
 
-# The kinds of results. READY: the worker takes requests. BATCH: a batch. ANSWER: any
-# ``BatchResult`` of a request. FATAL: the ``RemoteError`` that prevented the worker's
-# start. LEFT: the ``RemoteError`` of leaving the lifespan.
+# The kinds of results. READY: the worker takes requests. BATCH: a batch. ANSWER: a
+# ``BatchResult``, for what a batch alone cannot say. FATAL: the ``RemoteError`` for
+# which the worker gave up. LEFT: the ``RemoteError`` of leaving the lifespan.
 READY, BATCH, ANSWER, FATAL, LEFT = range(5)
 
-# slot number (-1: none), start, size; bytes used, bytes of the header, buffers
+# Slot number (-1: none), start and size; bytes used; bytes of the header; buffer count.
 _HEAD = struct.Struct("<qqqqqq")
 _EXTENT = struct.Struct("<qq")  # first byte and size of a buffer
 _MAX_HEADER_INLINE = 1 << 14
-# Bytes that may wait in the socket of results.
+# How many bytes of results may wait in the socket.
 WAITING_BYTES = 1 << 20
-# In place of a slot number: a description of so many bytes follows, then raw tensors.
+# Replaces the slot number; then the description's size, the description, raw tensors.
 _PLAIN = -2
 _PLAIN_HEAD = struct.Struct("<qq")
-# Limit on cached heads: batches of varying sizes need many.
+# Limit on cached descriptions: batches of varying sizes need many.
 _MAX_HEADS = 256
 
 
 class Request(NamedTuple):
     """A request for one batch."""
 
-    ticket: int  # identifies it in the pool; -1: the worker must forget ``iteration``
-    iteration: int  # identifies its iteration
-    epochs: Any = None  # the arguments of ``BatchMaker.begin``
-    # The first arguments of its ``BatchTask``. The batch number is that in the epoch
-    # or, for a replica, in the worker's own stream; samples follow if the loader reads.
+    ticket: int  # number of the request; -1: the worker must forget ``iteration``
+    iteration: int  # identifies the request's iteration
+    epochs: Any = None  # the arguments of ``BatchMaker.begin_epoch``
+    # The first arguments of the ``BatchTask``, up to the samples if the loader reads. A
+    # replica's batches are numbered in the worker's stream, others in the epoch.
     asked: tuple[Any, ...] = ()
     again: bool = False  # as in ``BatchTask``
-    # To open a replica's stream: its state, and the seeds of its earlier batches. To
-    # replace a worker with a copy of a stateful map-style dataset: a tuple of the
-    # copy's last state.
+    # To open a replica's stream: its state, and the function that returns its batches'
+    # seeds. To replace a worker with a copy of a stateful map-style dataset: a tuple of
+    # the copy's last state.
     resume: Any = None
-    is_alone: bool = False  # must be alone in flight: a worker has died with it
+    is_alone: bool = False  # the worker must make it alone: another has died with it
 
 
 class Packer(threading.local):
-    """The sender's side: lend memory of a slot, and pack a batch to send.
+    """The sender of batches: lends memory in a slot, then packs a batch into a frame.
 
-    Each thread packs one batch at a time; batches of up to ``inline_bytes`` are sent
+    Each thread packs one batch at a time. Batches of up to ``inline_bytes`` are sent
     inside the frame.
     """
 
@@ -99,13 +99,13 @@ class Packer(threading.local):
         self._used = 0
 
     def reset(self) -> None:
-        """Start a new batch; free the memory lent for a failed batch."""
+        """Start a new batch; free the slot of the previous one if it was not sent."""
         if self._ref is not None:
             self._arena.free(self._ref)
         self._forget()
 
     def lease(self, nbytes: int) -> Any:
-        """Return writable memory for a part of the batch, in its slot if it fits."""
+        """Return writable memory for a part of the batch, if possible in its slot."""
         if self._ref is None:
             self._ref, self._view = self._arena.take(max(nbytes, self._wanted))
         start = aligned(self._used)
@@ -115,16 +115,16 @@ class Packer(threading.local):
         return _bytes_of(self._view)[start : start + nbytes]
 
     def pack(self, value: Any) -> list[Any]:
-        """Return the parts of the frame, after writing large ones to the slot.
+        """Return the parts of the frame for ``value``; write large data to a slot.
 
         Raises:
             Exception: The error of pickling ``value``.
-            BatchTooLargeError: If the machine has no memory for it.
+            BatchTooLargeError: If the machine has no memory for the batch.
         """
         return self._plain(value) or self._pickled(value)
 
     def _plain(self, value: Any) -> list[Any] | None:
-        """Return the parts of a small batch of plain tensors, or None."""
+        """Return the frame's parts for a small batch of plain tensors, else None."""
         if self._ref is not None:
             return None
         arrays: list[BatchArray] = []
@@ -149,7 +149,7 @@ class Packer(threading.local):
         places = [(address, nbytes) for _, address, nbytes in spans]
         has_small = any(nbytes < MIN_BUFFER_BYTES for _, nbytes in places)
         if has_small and overlap(places):
-            # Tensors that share memory stay together, however small.
+            # Tensors that share memory must stay together, even small ones.
             spans.clear()
             header, buffers = self._encode(value, reducers(spans.append), 0)
         of_tensors = {id(buffer): address for buffer, address, _ in spans}
@@ -164,7 +164,7 @@ class Packer(threading.local):
             _copy(copies, memoryview(memory))
             return [*_heads((-1, 0, 0), end, header, places), memory]
         if len(header) > _MAX_HEADER_INLINE:
-            # E.g. a list of long strings: the header is one more buffer.
+            # For example, of a list of long strings: send the header as a buffer.
             raws.append(memoryview(header))
             addresses.append(0)
             header = b""
@@ -176,10 +176,10 @@ class Packer(threading.local):
         return _heads(ref, used, header, places)
 
     def _place(self, raws: list[memoryview], addresses: list[int]) -> list[Extent]:
-        """Copy buffers from elsewhere into the slot, or all into a larger slot."""
+        """Copy buffers to the slot if they are not there, or all to a larger slot."""
         if self._ref is not None:
             begin, size = _address(self._view), len(self._view)
-            # Arrays that belong to no tensor may be in the slot, too.
+            # The buffers of arrays, not only of tensors, may be in the slot.
             places = [(_address(raw) - begin, raw.nbytes) for raw in raws]
             rest = [k for k, (start, _) in enumerate(places) if not 0 <= start < size]
             if not rest:
@@ -212,17 +212,17 @@ def _copy(copies: PendingCopies, memory: memoryview) -> None:
         memory[start : start + raw.nbytes] = raw
 
 
-# The structure and the leaves of a batch, decoded from their description.
+# Returns the structure and the leaves of a batch, given their description.
 _described = functools.lru_cache(_MAX_HEADS)(decode)
 
 
 def unpack(
     frame: bytes | memoryview, offset: int, arena: Any, *, copy: bool = False
 ) -> Any:
-    """Return the batch that is packed in ``frame`` from byte ``offset`` on.
+    """Return the batch that is packed in ``frame``, starting at byte ``offset``.
 
-    Its large parts are views of the slot or, with ``copy``, private copies. A consumer
-    in inference mode unpacks batches for later, so its mode must not reach them.
+    Its large parts are views of the slot or, with ``copy``, private copies. Inference
+    mode is off meanwhile: a batch may be used after the consumer has left the mode.
     """
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(mode=False):
@@ -264,14 +264,14 @@ def _assemble(form: Any, tensors: Iterator[torch.Tensor]) -> Any:
 
 
 def slot_of(frame: bytes | memoryview, offset: int) -> SlotRef | None:
-    """Return the slot of a packed batch, if it has one."""
+    """Return the slot of a packed batch; None if the batch is inside the frame."""
     if _PLAIN_HEAD.unpack_from(frame, offset)[0] < 0:
         return None
     return SlotRef(*_HEAD.unpack_from(frame, offset)[:3])
 
 
 def used_of(frame: bytes | memoryview, offset: int) -> int:
-    """Return how many bytes of its slot a packed batch uses."""
+    """Return how many bytes a packed batch uses in its slot."""
     used: int = _HEAD.unpack_from(frame, offset)[3]
     return used
 
@@ -281,7 +281,7 @@ def _form_of(
 ) -> Any:
     """Return the structure of a batch of plain tensors in lists, tuples and dicts.
 
-    Appends the arrays, their memory, and their types and shapes to the lists.
+    Appends to ``arrays``, to ``spans`` (their memory) and to ``kinds`` (types, shapes).
     """
     kind = type(value)
     if kind is torch.Tensor:
@@ -305,7 +305,7 @@ def _form_of(
 
 @functools.lru_cache(_MAX_HEADS)
 def _describe(form: Any, *kinds: Any) -> tuple[bytes, list[bytes]]:
-    """Return the head of a frame with such tensors, and the padding after each."""
+    """Return a frame's head for tensors of ``kinds``, and the padding after each."""
     leaves, gaps, start = [], [], 0
     for dtype, shape in zip(kinds[::2], kinds[1::2], strict=True):
         array = torch.empty(shape, dtype=dtype, device="cpu").numpy()
@@ -326,5 +326,5 @@ def _address(buffer: Any) -> int:
 
 
 def _bytes_of(array: "np.ndarray[Any, np.dtype[np.uint8]]") -> memoryview:
-    """Return the memory of ``array`` and keep it alive; a numpy view would not."""
+    """Return a memoryview; unlike a numpy view, it keeps the memory's owner alive."""
     return memoryview(array)  # type: ignore[arg-type]

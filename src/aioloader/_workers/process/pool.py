@@ -1,8 +1,8 @@
-"""The loader's side of its worker processes: requests, results, deaths.
+"""The loader's side of its worker processes: requests, results and deaths.
 
-There is no thread: a waiting consumer reads the results that have arrived, sends
-requests while there is room, and handles deaths. Meanwhile workers continue, because
-they take requests from a queue in the kernel.
+A ``ProcessPool`` has no thread: a waiting consumer reads the results that have arrived,
+sends requests while there is room, and handles deaths. Workers need not wait for that,
+as long as there are requests in the kernel's queue.
 """
 
 import abc
@@ -42,13 +42,13 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger("aioloader")
 
-# Limits on processes of one worker that end without taking a batch: before one is
-# ready, and in total, since idle workers may be killed, too.
+# How many processes of one worker may die in a row without taking a batch: if the last
+# was not ready, and if it was. The second is larger: idle workers may be killed, too.
 _MAX_STARTS, _MAX_STARTS_IN_ALL = 3, 10
 
 
 class WorkerPool(LastingPool):
-    """Worker processes for one loader; used from any thread."""
+    """The worker processes of one loader; may be used from any thread."""
 
     _dispatcher: Dispatcher
 
@@ -56,26 +56,26 @@ class WorkerPool(LastingPool):
         if "gevent.monkey" in sys.modules:
             refuse_gevent()
         self._supervisors = supervisors
-        self._lock = fork_safe(threading.RLock())  # a finalizer may need it too
+        self._lock = fork_safe(threading.RLock())  # reentrant: a finalizer may need it
         self._is_over = self._is_ended = False
-        self._left: BaseException | None = None  # raised by leaving a lifespan
-        self._error: BaseException | None = None  # ended the pool, not yet raised
+        self._left: BaseException | None = None  # from leaving a lifespan
+        self._error: BaseException | None = None  # ended the pool, not raised yet
 
     @abc.abstractmethod
     def _start(self, worker: Worker) -> None:
-        """Start a process; ``_replace`` is called when it dies."""
+        """Start a process for ``worker``; ``_replace`` is called when it dies."""
 
     @abc.abstractmethod
     def _wait(self) -> bool:
-        """Wait until the workers have ended; return whether they have."""
+        """Wait, with a timeout, for the workers to end; return whether they have."""
 
     @abc.abstractmethod
     def _kill(self, worker: Worker) -> None:
-        """Kill a process, or raise ``OSError``."""
+        """Kill a worker's process; raise ``OSError`` if that fails."""
 
     @abc.abstractmethod
     def _stack_of(self, worker: Worker) -> str:
-        """Return where a process is, as text; takes about a second at most."""
+        """Return a worker's Python stack as text; takes about a second at most."""
 
     def submit(self, pipeline: Pipeline, task: BatchTask) -> None:
         with self._lock:
@@ -85,7 +85,7 @@ class WorkerPool(LastingPool):
                 )
                 error, self._error = self._error or over, None
                 pipeline.fail(error)
-            elif not pipeline.is_closing:  # else it is forgotten
+            elif not pipeline.is_closing:  # a closing pipeline needs no batches
                 self._dispatcher.submit(pipeline, task)
 
     def forget(self, pipeline: Pipeline) -> None:
@@ -94,9 +94,9 @@ class WorkerPool(LastingPool):
                 self._dispatcher.forget(pipeline)
 
     def _replace(self, worker: Worker, exitcode: int, stack: str) -> None:
-        """Replace a dead process and recover its batches.
+        """Recover a dead process's batches; replace it, or fail after too many deaths.
 
-        ``stack`` is empty unless the process crashed.
+        ``stack`` is what the process wrote in a crash, or empty.
         """
         from aioloader._workers.process.recovery import Death, recover
 
@@ -104,7 +104,7 @@ class WorkerPool(LastingPool):
         with self._supervisors.counting:
             self._supervisors.deaths += 1
         if death.taken:
-            worker.starts = 0  # it had taken a batch, whose ticket counts deaths
+            worker.starts = 0  # it took a batch, whose ticket counts the deaths
         died = f"worker {worker.number} (pid {worker.pid}) died, {death.cause}"
         has_been_ready = worker.is_ready
         recover(self._dispatcher, death)
@@ -122,7 +122,7 @@ class WorkerPool(LastingPool):
         self._start(worker)
 
     def _fail(self, error: BaseException) -> None:
-        """End all iterations: no worker can make their batches."""
+        """End the pool; iterations that wait for its batches raise ``error``."""
         pipelines = {ticket.pipeline for ticket in self._dispatcher.tickets.values()}
         for pipeline in pipelines:
             pipeline.fail(error)
@@ -135,9 +135,9 @@ class WorkerPool(LastingPool):
             self._left = unpack(frame, RESULT_HEAD.size, arena).raisable()
 
     def join(self) -> bool:
-        """Wait, bounded, until the workers have ended; return whether they have.
+        """Wait, with a timeout, for the workers to end; return whether they have.
 
-        Raises the error of the dataset's lifespan if a worker got one on exit.
+        If a worker failed to leave the dataset's lifespan, its error is raised here.
         """
         is_gone = self._wait()
         left, self._left = self._left, None
@@ -146,7 +146,7 @@ class WorkerPool(LastingPool):
         return is_gone
 
     def explain(self, task: BatchTask) -> str:
-        """Say which workers have ``task``, since when, and where they are stuck."""
+        """Return which workers have ``task``, since when, and their stacks, as text."""
         holders = self._holders(task)
         if not holders:
             return "waits for a worker process that is free"
@@ -180,16 +180,16 @@ class WorkerPool(LastingPool):
         ]
 
     def is_open(self) -> bool:
-        """Tell whether the pool takes tasks; notice deaths of idle workers first."""
+        """Tell whether the pool takes tasks; first handle deaths of idle workers."""
         self.collect()
         return not self._is_over
 
 
 class ProcessPool(WorkerPool):
-    """Worker processes that Linux's own calls connect; without a thread.
+    """Worker processes connected by Linux sockets and pipes; needs no thread.
 
-    They start by a ``method`` of ``multiprocessing``; ``locker`` page-locks the memory
-    of batches.
+    ``method``: ``"fork"`` or ``"forkserver"``, as in ``multiprocessing``. ``locker``:
+    page-locks the memory of batches; None: no locking.
     """
 
     has_result_reader = True
@@ -204,7 +204,7 @@ class ProcessPool(WorkerPool):
     ) -> None:
         super().__init__(supervisors)
         self._joining = fork_safe(threading.Lock())
-        self._rest = b""  # the beginning of a small result
+        self._rest = b""  # the start of an incomplete small result
         with contextlib.ExitStack() as stack, contextlib.ExitStack() as starting:
             self._stack = stack
             are_forks = method == "fork"
@@ -213,7 +213,7 @@ class ProcessPool(WorkerPool):
                 spec, stack, KernelQueue, make_arena, are_forks=are_forks
             )
             self._results, far_results = Channel.pair()
-            starting.callback(self._results.close)  # later, ``join`` still reads it
+            starting.callback(self._results.close)  # else ``join`` reads it later
             stack.callback(far_results.close)
             small, far_small = os.pipe()
             self._small = stack.enter_context(io.FileIO(small))
@@ -242,7 +242,7 @@ class ProcessPool(WorkerPool):
 
     def descriptors(self) -> list[int]:
         ends = self._small, self._results, self._launcher.control
-        with contextlib.suppress(ValueError):  # another thread closes them
+        with contextlib.suppress(ValueError):  # another thread has closed them
             numbers = [end.fileno() for end in ends if end is not None]
             return [number for number in numbers if number >= 0]
         return []
@@ -258,9 +258,9 @@ class ProcessPool(WorkerPool):
                 while not self._is_over and (note := next(notes, None)):
                     self._handle(note)
                 self._dispatcher.flush()
-            except Exception as error:  # every iteration must learn of it
+            except Exception as error:  # every iteration must raise it
                 self._fail(error)
-            except BaseException:  # Ctrl-C: the frame that was just read is lost
+            except BaseException:  # Ctrl-C: a frame that was read may be lost
                 text = "the loader was interrupted; start a new iteration"
                 self._fail(LoaderClosedError(text))
                 raise
@@ -268,7 +268,7 @@ class ProcessPool(WorkerPool):
     def _collect_results(self) -> None:
         with contextlib.suppress(EOFError):
             while not self._is_over:
-                frames: Any  # all small results that are there, or else a large one
+                frames: Any  # all small results that have arrived, or else a large one
                 frames, self._rest = read_small(self._small, self._rest)
                 frames = frames or (self._results.receive_frame() or ())[:1]
                 if not frames:
@@ -280,7 +280,7 @@ class ProcessPool(WorkerPool):
     def _start(self, worker: Worker) -> None:
         worker.starts += 1
         ends = [worker.arena.descriptor, worker.queue.ends[1].fileno()]
-        # If the supervisor has died, ``notes`` says so.
+        # If the supervisor has died, ``notes`` reports it.
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self._launcher.instruct("start", worker.number, ends)
 
@@ -303,7 +303,7 @@ class ProcessPool(WorkerPool):
         elif note.word == "died":
             self._died(self._dispatcher.workers[note.worker], note.number)
         elif note.word == "threads":
-            self._supervisors.is_shared = False  # each worker unpickles
+            self._supervisors.is_shared = False  # each worker will unpickle the spec
             self._launcher.reopen()
             for worker in self._dispatcher.workers:
                 worker.starts = 0
@@ -318,16 +318,16 @@ class ProcessPool(WorkerPool):
                 self._died(worker, UNKNOWN)
 
     def _died(self, worker: Worker, exitcode: int) -> None:
-        self._collect_results()  # sent before it died
-        if not self._is_over:  # else one reported that no worker can start
+        self._collect_results()  # results that it sent before
+        if not self._is_over:  # else a result said that no worker can start
             self._replace(worker, exitcode, self.stack())
 
     def stack(self, seconds: float = 0) -> str:
-        """Return the stacks that workers have written, waiting up to ``seconds``."""
+        """Return the stacks that workers have written; wait up to ``seconds``."""
         if self._is_over:
             return ""
-        stacks = b""  # written line by line
-        with contextlib.suppress(OSError, ValueError):  # another thread closes it
+        stacks = b""  # workers write them line by line
+        with contextlib.suppress(OSError, ValueError):  # another thread has closed it
             connection.wait([self._stacks.fileno()], seconds)
             while part := self._stacks.read(1 << 16):
                 stacks += part
@@ -340,7 +340,7 @@ class ProcessPool(WorkerPool):
             if self._is_ended:
                 return
             self._is_over = True
-            with contextlib.suppress(OSError):  # closed before the interrupt
+            with contextlib.suppress(OSError):  # an interrupted ``end`` has closed it
                 self._dispatcher.close()
             with contextlib.suppress(OSError):
                 self._launcher.end()
@@ -348,7 +348,7 @@ class ProcessPool(WorkerPool):
             self._is_ended = True  # last: an interrupt may come before
 
     def _wait(self) -> bool:
-        with self._joining:  # several threads may iterate and join together
+        with self._joining:  # several threads may iterate, and join at once
             is_gone = self._launcher.join(PATIENCE)
             self._launcher.close()
             with contextlib.suppress(EOFError, OSError):
@@ -364,7 +364,7 @@ class ProcessPool(WorkerPool):
         self._launcher.close()
 
     def _abandon(self) -> None:
-        """Close a forked child's copies of descriptors, not the loader's."""
+        """In a forked child, close its copies of the loader's descriptors."""
         self._is_over = self._is_ended = True
         self._stack.close()
         self._results.close()

@@ -1,9 +1,9 @@
-"""Worker processes of the standard library alone, for every platform that torch has.
+"""Worker processes that need only the standard library, on all torch platforms.
 
 Each process is a new interpreter, with a pipe for requests and one for results. Two
-threads per process keep blocking calls off the consumer: one sends requests, the other
-reads results and reaps the process. A process gets one request more than it can begin,
-so that it never waits; other requests wait here.
+threads per process make the calls that block: one sends requests, the other reads
+results and reaps the process. A process gets one request more than it can work on, so
+that it need not wait for the next one; further requests wait here.
 """
 
 import contextlib
@@ -44,17 +44,17 @@ from aioloader._workers.process.worker_main import STACK_SIGNAL
 from aioloader._workers.worker_spec import Surroundings, WorkerSpec, new_python, ship
 from aioloader.errors import WorkerStartError
 
-# Before a request: whether it is one (else its process must write its stack); number
-# and size of the segment that is lent with it (-1: none); whether its handle follows.
+# The head of a message: whether it is a request (else: write the stack); number and
+# size of the segment that is lent with it (-1: none); whether its handle follows.
 LENT = struct.Struct("<?qq?")
-# Seconds between checks of a process whose pipe is silent; for a stack, and between
-# reads of its file; for all threads of a pool to end.
+# Seconds between checks of a process that sends nothing; to wait for a stack; between
+# looks at what is awaited; and for all threads of a pool to end.
 _CHECK_SECONDS, _STACK_SECONDS, _PAUSE = 1.0, 1.0, 0.01
 _END_SECONDS = ASKED + 2 * TERMINATED + 2.0
 
 
 class ProcessLink:
-    """One process of a worker: its pipes, its end, and the requests that it has."""
+    """The loader's link to one worker process: its pipes, pending requests and end."""
 
     def __init__(self, worker: Worker, shared: list[int], surroundings: bytes) -> None:
         self.worker = worker
@@ -82,7 +82,7 @@ class ProcessLink:
                 **options,
             )
             stack.pop_all()
-        self.life: Any = self.process.stdin  # closed at the end of this process
+        self.life: Any = self.process.stdin  # closes when this process ends
         theirs.close()
         far_results.close()
         worker.pid = self.process.pid
@@ -90,7 +90,7 @@ class ProcessLink:
         self.post(self._requests.send_bytes, surroundings)
 
     def post(self, write: Callable[..., object], *args: Any) -> None:
-        """Write to the process: it may be stopped, with a full pipe, or have ended."""
+        """Write to the process in a thread: it may have ended, or stopped reading."""
 
         def job() -> None:
             with contextlib.suppress(OSError):
@@ -99,7 +99,7 @@ class ProcessLink:
         self._sender.post(job)
 
     def send(self, frame: bytes | None, segments: int = 0) -> None:
-        """Send a request with the memory for its batch; None: ask for the stack."""
+        """Send a request with memory for its batch; without one, ask for the stack."""
         lent = None if frame is None else self.arena.lend(segments)
         number, size, handle = lent or (-1, 0, None)
         head = LENT.pack(frame is not None, number, size, handle is not None)
@@ -114,14 +114,14 @@ class ProcessLink:
                 os.close(handle)
 
     def hang_up(self) -> None:
-        """End the stream of requests; ``look`` terminates the process if it stays."""
+        """End the stream of requests; ``look`` ends the process if it keeps running."""
         late = time.monotonic() + ASKED
         ends = (late, self.process.terminate), (late + TERMINATED, self.process.kill)
         self.late = self.late or [*ends]
         self._sender.stop(self._requests.close)
 
     def look(self) -> bool:
-        """Terminate, then kill a process that is late; return whether it runs."""
+        """Return whether the process runs; terminate or kill it if it is overdue."""
         if self.process.poll() is not None:
             return False
         if self.late and time.monotonic() > self.late[0][0]:
@@ -129,7 +129,7 @@ class ProcessLink:
         return True
 
     def reap(self) -> int:
-        """Wait for the process to end, and kill the processes that it started."""
+        """Wait for the process to end, kill its children, return its exit status."""
         self.hang_up()
         while self.look():
             time.sleep(_PAUSE)
@@ -140,13 +140,13 @@ class ProcessLink:
         return int(self.process.returncode)
 
     def stack(self, seconds: float = 0.0) -> str:
-        """Return the stacks that the process writes within ``seconds``; clear them."""
+        """Return and clear the stacks that the process writes within ``seconds``."""
         until, text = time.monotonic() + seconds, b""
         with contextlib.suppress(ValueError):  # another thread has closed it
             while True:
                 self.stacks.seek(0)
                 text = self.stacks.read()
-                self.stacks.seek(0)  # also where the process writes
+                self.stacks.seek(0)  # the process writes from here, too
                 self.stacks.truncate()
                 if text or time.monotonic() > until:
                     break
@@ -154,15 +154,15 @@ class ProcessLink:
         return text.decode(errors="replace")
 
     def abandon(self) -> None:
-        """Close a forked child's copies of the pipes and files."""
+        """In a forked child, close its copies of the pipes and files."""
         for end in (self._requests, self.results, self.stacks, self.life):
             with contextlib.suppress(OSError):
                 end.close()
-        self.process.returncode = 0  # it is not the child's to wait for
+        self.process.returncode = 0  # a forked child must not wait for it
 
 
 def _inherited(pipes: list[int], files: list[int]) -> tuple[list[int], dict[str, Any]]:
-    """Return descriptors or handles to inherit, and the options of ``Popen``."""
+    """Return the descriptors or handles to inherit, and options for ``Popen``."""
     if sys.platform != "win32":
         both = pipes + files
         return both, {"pass_fds": both, "start_new_session": True}
@@ -177,7 +177,7 @@ def _inherited(pipes: list[int], files: list[int]) -> tuple[list[int], dict[str,
 
 
 class ProcessQueue(Queue):
-    """Requests for one process or several, of which each gets a few at a time."""
+    """A queue for one or more processes; each gets a few requests at a time."""
 
     def __init__(self, depth: int) -> None:
         self.waiting = deque()
@@ -185,7 +185,7 @@ class ProcessQueue(Queue):
         self._depth = depth
 
     def send(self, ticket: int, frame: bytes) -> bool:
-        if ticket < 0:  # for all: it is no request for a batch
+        if ticket < 0:  # a message to all workers, not a request for a batch
             for link in self.links:
                 link.post(link.send, frame)
             return True
@@ -201,7 +201,7 @@ class ProcessQueue(Queue):
 
 
 class PortablePool(WorkerPool):
-    """Worker processes that the standard library connects; threads read results."""
+    """Worker processes connected by the standard library; threads read results."""
 
     def __init__(
         self, spec: WorkerSpec, supervisors: IdleSupervisors, locker: Locker | None
@@ -214,9 +214,9 @@ class PortablePool(WorkerPool):
         self._surroundings = pickle.dumps(
             (Surroundings(), multiprocessing.current_process().name), 5
         )
-        # The first of them may fail before the last has started: that waits.
+        # Hold the lock: one worker may fail before the last one has started.
         with contextlib.ExitStack() as stack, self._lock:
-            self._shared = ship(spec)  # the file, and what the dataset shares
+            self._shared = ship(spec)  # the spec's file, and shared memory
             for descriptor in self._shared:
                 stack.callback(os.close, descriptor)
             self._dispatcher = Dispatcher(
@@ -247,7 +247,7 @@ class PortablePool(WorkerPool):
         self._dispatcher.flush()
 
     def _listen(self, link: ProcessLink) -> None:
-        """Take the results of a process; when it has ended, replace it."""
+        """Receive a process's results until it ends; then replace the process."""
         with contextlib.suppress(EOFError, OSError):
             while True:
                 if link.results.poll(_CHECK_SECONDS / (10 if link.late else 1)):
@@ -260,7 +260,7 @@ class PortablePool(WorkerPool):
             if not self._is_over:
                 try:
                     self._replace(link.worker, code, link.stack())
-                except BaseException as error:  # every iteration must learn of it
+                except BaseException as error:  # every iteration must raise it
                     self._fail(error)
             link.stacks.close()
         with self._gone:
@@ -282,7 +282,7 @@ class PortablePool(WorkerPool):
                         self._fail(error)
                     else:
                         self._dispatcher.flush()
-            except BaseException as error:  # user code's, such as an exit
+            except BaseException as error:  # of user code, such as an exit
                 self._fail(error)
 
     def _kill(self, worker: Worker) -> None:
@@ -292,7 +292,7 @@ class PortablePool(WorkerPool):
         link = self._links[worker.number]
         if STACK_SIGNAL:
             return stack_of(link.process.pid, link.stack)
-        link.stack()  # an old one
+        link.stack()  # discard an old one
         link.post(link.send, None)
         text = link.stack(_STACK_SECONDS)
         return f"its Python stack:\n{text}" if text else "it does not answer"
@@ -306,7 +306,7 @@ class PortablePool(WorkerPool):
         self._stack.close()
 
     def _hang_up(self) -> None:
-        """Begin to end the processes."""
+        """Ask all processes to end, and wait for them in the background."""
         self._is_over = True
         for link in list(self._all):
             link.hang_up()
@@ -315,12 +315,12 @@ class PortablePool(WorkerPool):
     def _wait(self) -> bool:
         with self._gone:
             is_gone = self._gone.wait_for(lambda: not self._all, _END_SECONDS)
-        for link in list(self._all):  # it was stopped as it wrote a result
+        for link in list(self._all):  # stopped while it wrote a result
             link.process.kill()
         return is_gone
 
     def _abandon(self) -> None:
-        """Forget the processes, in a forked child of the loader's process."""
+        """In a forked child, forget the processes, which belong to its parent."""
         self._is_over = self._is_ended = True
         self._all.clear()
 
@@ -333,7 +333,7 @@ def _warn_of_start(why: str) -> None:
 def start_unforked(
     spec: WorkerSpec, method: str, supervisors: IdleSupervisors, locker: Locker | None
 ) -> WorkerPool:
-    """Start workers by the fork server if possible, otherwise as new interpreters."""
+    """Start workers by the fork server if asked and possible, else as new Pythons."""
     lack = lack_of_linux()
     if method == "forkserver":
         from aioloader._workers.process.fork_server import warm_fork_server

@@ -1,7 +1,7 @@
-"""A worker process of ``portable``: a new interpreter, and its side of the pipes.
+"""The worker's side of ``portable``: a new interpreter that serves two pipes.
 
-A thread takes every request at once, so that the loader can always send. It also
-notices the loader's end; then this process ends, with all processes that it has
+A thread receives requests as they arrive, so that the loader can always send. When it
+sees that the loader has ended, this process ends, and so do the processes that it has
 started.
 """
 
@@ -31,12 +31,12 @@ from aioloader._workers.process.portable import LENT
 from aioloader._workers.process.supervisor import ASKED, kill_group
 from aioloader._workers.worker_spec import receive
 
-# Seconds between checks of the loader: a process that it forked may keep its pipe.
+# Seconds between checks of the loader, whose forks may keep the pipe open.
 _CHECK_SECONDS = 1.0
 
 
 class PipeEndpoint(worker_main.Endpoint):
-    """Requests from one pipe, results to another."""
+    """An endpoint that gets requests from one pipe and sends results to another."""
 
     def __init__(
         self, worker: int, loader: int, table: int, requests: Any, results: Any
@@ -49,7 +49,7 @@ class PipeEndpoint(worker_main.Endpoint):
         self._is_gone = threading.Event()
 
     def listen(self, stacks: int) -> None:
-        """Take requests until the loader is gone; runs in a separate thread."""
+        """Receive requests until the loader is gone; runs in a separate thread."""
         if sys.platform != "win32" and worker_main.STACK_SIGNAL:  # for the main thread
             signal.pthread_sigmask(signal.SIG_BLOCK, {worker_main.STACK_SIGNAL})
         with contextlib.suppress(EOFError, OSError):
@@ -74,7 +74,7 @@ class PipeEndpoint(worker_main.Endpoint):
                 self._inbox.put(message[LENT.size :])
         self._is_gone.set()
         self._inbox.put(None)
-        threading.Event().wait(ASKED)  # user code is stuck
+        threading.Event().wait(ASKED)  # if this returns, user code is stuck
         end_all()
 
     def receive(self) -> Request:
@@ -105,7 +105,7 @@ def end_all() -> None:
 
 
 def main(worker: int, loader: int, *ends: int) -> None:
-    """Run a worker as a process of ``multiprocessing``, with its hooks."""
+    """Run a worker here, as a process of ``multiprocessing``, whose hooks run, too."""
     pipe: Any = connection.Connection
     files = list(ends[2:])
     if sys.platform == "win32":
@@ -117,14 +117,14 @@ def main(worker: int, loader: int, *ends: int) -> None:
         for descriptor in ends:
             os.set_inheritable(descriptor, False)  # noqa: FBT003  (its only argument)
     stacks, table, *shared = files
-    life = os.dup(0)  # closed at the end of the loader
+    life = os.dup(0)  # closes when the loader ends
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
     requests, results = pipe(ends[0], writable=True), pipe(ends[1], readable=False)
     try:
         surroundings, parent = pickle.loads(requests.recv_bytes())  # noqa: S301  (our own)
-    except EOFError:  # the loader has ended as it started this
+    except EOFError:  # the loader ended while it started this process
         os._exit(1)
     endpoint = PipeEndpoint(worker, loader, table, requests, results)
     process: Any = multiprocessing.get_context("spawn").Process(

@@ -1,9 +1,9 @@
-"""Recovery after the death of a worker process: no batch is lost.
+"""Recovery after the death of a worker process: its batches are made again.
 
-The table in a worker's arena outlives the worker and records which batches it had
-taken. Any other worker can make a map-style batch again. A stream that the worker was
-reading continues in its successor if it has a state, and is lost otherwise. The texts
-about dead and stuck workers are here, too.
+A worker records the batches that it has taken in its arena, which outlives it. Any
+other worker can make a map-style batch again. A stream that the worker was reading
+continues in its successor if the stream has a state, and is lost otherwise. This module
+also writes the texts about dead and stuck workers.
 """
 
 import contextlib
@@ -21,16 +21,16 @@ from aioloader._workers.process.supervisor import UNKNOWN, kill_group
 from aioloader._workers.process.worker_main import STACK_SIGNAL
 from aioloader.errors import WorkerDiedError
 
-# A batch with which this many workers have died is not retried.
+# A batch is not retried once this many workers have died while making it.
 _MAX_DEATHS = 2
-# Seconds for the kernel to kill the workers of a supervisor that has died.
+# Seconds to wait for the kernel to kill the workers of a dead supervisor.
 _ORPHAN_SECONDS = 1.0
-# Seconds to wait for a worker's stack, and then for the rest of it.
+# Seconds to wait for a worker's stack, and then for each further part of it.
 _STACK_SECONDS, _REST_SECONDS = 1.0, 0.05
 
 
 class Death:
-    """The unexpected end of a worker process, and what it wrote when it crashed."""
+    """The unexpected end of a worker process: its cause, batches and last stack."""
 
     def __init__(self, worker: Worker, exitcode: int, stack: str) -> None:
         self.worker = worker
@@ -43,7 +43,7 @@ class Death:
         self._stack = f"\nIts Python stack:\n{stack}" if stack else ""
 
     def error(self, reason: str, batch: int | None = None) -> WorkerDiedError:
-        """Return an error that starts with torch's words, followed by ``reason``."""
+        """Return an error with torch's text, the cause of the death and ``reason``."""
         text = f"DataLoader worker (pid(s) {self.pid}) exited unexpectedly"
         return WorkerDiedError(
             f"{text}, {self.cause}{reason}{self._stack}",
@@ -55,9 +55,9 @@ class Death:
 
 
 def recover(dispatcher: Dispatcher, death: Death) -> None:
-    """Recover the batches of a dead worker, after its results have been read.
+    """Queue a dead worker's batches again, or fail those that killed too many.
 
-    The worker's arena is replaced, with its table of batches.
+    Call this after the worker's results have been read: its arena is replaced here.
     """
     dead, tickets = death.worker, dispatcher.tickets
     dispatcher.renew(dead, [held.ticket for held in death.taken])
@@ -67,7 +67,7 @@ def recover(dispatcher: Dispatcher, death: Death) -> None:
         ticket = tickets.get(held.ticket)
         if ticket is None:
             continue
-        # If it had several, the culprit is unknown: next time each has its own worker.
+        # With several, the culprit is unknown: next time a worker makes each alone.
         ticket.deaths += len(death.taken) == 1
         ticket.request = ticket.request._replace(is_alone=True)
         if ticket.deaths >= _MAX_DEATHS:
@@ -80,8 +80,8 @@ def recover(dispatcher: Dispatcher, death: Death) -> None:
                 task.number,
             )
             ticket.pipeline.receive(task, BatchResult(error=error))
-    # A live worker may have taken a request without having noted it yet: that batch is
-    # made twice, with equal results, and the later one is dropped.
+    # A live worker may have taken a request that it has not recorded yet. Its batch is
+    # made twice, with equal results; the later result is dropped.
     workers = dispatcher.workers
     taken = {held.ticket for worker in workers for held in worker.arena.in_flight()}
     taken |= dead.queue.taken()
@@ -94,12 +94,12 @@ def recover(dispatcher: Dispatcher, death: Death) -> None:
 def _end_streams(
     dispatcher: Dispatcher, replicas: StreamReplicas, death: Death
 ) -> None:
-    """End the streams that a dead worker was reading, unless they can continue."""
+    """End a dead worker's streams, except those that its successor can continue."""
     dead, tickets = death.worker, dispatcher.tickets
     held = [tickets[taken.ticket] for taken in death.taken if taken.ticket in tickets]
     is_hopeless = (
         len(death.taken) == len(held) == 1 and held[0].deaths + 1 >= _MAX_DEATHS
-    )  # the batch that killed it would kill the next one
+    )  # the one batch that it had would kill the next worker, too
     error = death.error(
         "; its position in its iterable dataset is lost, and so is the data that it "
         "had not yet read: start a new iteration, or use a map-style dataset, whose "
@@ -138,7 +138,7 @@ def await_orphan(pid: int | None) -> None:
 
 
 def cause_of(exitcode: int) -> str:
-    """Return an exit status in words."""
+    """Return the cause of a worker's death in words, given its exit status."""
     if exitcode == UNKNOWN:
         return "for an unknown reason: the process that watched it is gone too"
     if exitcode >= 0:
@@ -153,13 +153,13 @@ def cause_of(exitcode: int) -> str:
 
 
 def stack_of(pid: int, read: Callable[[float], str]) -> str:
-    """Return the stack of a worker as text; takes about a second at most.
+    """Return the Python stack of a worker as text; takes about a second at most.
 
-    A stopped worker is continued for a moment and stopped again. ``read`` returns the
-    stacks that workers write within the given seconds.
+    A stopped worker is continued briefly and stopped again. ``read(seconds)`` returns
+    the stacks that workers write within that time.
     """
     is_stopped = _state(pid) == "T"
-    read(0)  # old stacks
+    read(0)  # discard old stacks
     try:
         os.kill(pid, STACK_SIGNAL)
         if is_stopped:
@@ -178,7 +178,7 @@ def stack_of(pid: int, read: Callable[[float], str]) -> str:
 
 
 def _state(pid: int) -> str:
-    """Return the state of a process from ``/proc``: R, S, D, T, Z."""
+    """Return a process's state from ``/proc``, such as R or T; '' if it is gone."""
     with contextlib.suppress(OSError):
         text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
         return text.rpartition(")")[2].split()[0]

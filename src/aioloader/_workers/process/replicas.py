@@ -1,8 +1,8 @@
-"""The streams of workers that each read their own, and their ends.
+"""Track the streams of workers that each read a replica of an iterable dataset.
 
-Batch k is for worker k modulo the number of workers: a round robin that skips workers
-whose streams have ended. A stream with a state can continue in another process. Pure
-and synchronous.
+Worker k modulo the number of workers makes batch k: a round robin that skips workers
+whose streams have ended. A stream with a state can continue in another process. All
+code here is synchronous.
 """
 
 from collections import defaultdict
@@ -19,17 +19,17 @@ from aioloader.errors import WorkerDiedError
 
 @dataclass(eq=False, repr=False)
 class _ReplicaStream:
-    """What one worker reads in one iteration."""
+    """One worker's stream in one iteration, and how much of it has arrived."""
 
     has_begun: bool = False  # whether its process has started to read
     has_ended: bool = False
-    lost: WorkerDiedError | None = None  # the error that its next request raises
-    read: Progress | None = None  # which of its batches have arrived
-    state: Any = None  # its last state, if it was continued after a death
+    lost: WorkerDiedError | None = None  # if lost: its next request's error
+    read: Progress | None = None  # its position: which of its batches have arrived
+    state: Any = None  # the state from which it continued after a death
 
 
 class StreamReplicas:
-    """The streams of each iteration, for ``number`` workers."""
+    """The streams of ``number`` workers, by iteration."""
 
     def __init__(self, number: int, *, has_state: bool = False) -> None:
         self._number = number
@@ -41,7 +41,7 @@ class StreamReplicas:
     def result_of(
         self, pipeline: Pipeline, task: BatchTask, worker: int
     ) -> BatchResult | None:
-        """Return a request's result if the worker need not be asked; else None."""
+        """Return a request's result if its stream has ended; do not ask the worker."""
         streams = self._streams[pipeline]
         stream = streams[worker]
         if task.again or not stream.has_ended:
@@ -54,10 +54,10 @@ class StreamReplicas:
         return BatchResult(is_empty=True, has_ended=True)
 
     def ask(self, pipeline: Pipeline, worker: int, number: int) -> Any:
-        """Note a request; return where a new process starts to read, or None.
+        """Record a request; return the state to open its stream from, or None.
 
-        ``number`` is the position of the batch in the worker's own stream; its first
-        request has the lowest one.
+        ``number`` is the batch's position in the worker's stream. A stream's first
+        request has the lowest number.
         """
         stream = self._streams[pipeline][worker]
         if stream.read is None:
@@ -67,7 +67,7 @@ class StreamReplicas:
         return None if stream.has_begun else self.resume_of(pipeline, worker)
 
     def resume_of(self, pipeline: Pipeline, worker: int) -> Any:
-        """Return the state from which a stream continues, and its seeds; or None."""
+        """Return the state to resume a stream from, and its batches' seeds; or None."""
         state = self._streams[pipeline][worker].state
         state = state or pipeline.start.states.get(worker)
         if state is None:
@@ -77,10 +77,10 @@ class StreamReplicas:
     def passed(
         self, pipeline: Pipeline, worker: int, result: BatchResult, number: int = 0
     ) -> BatchResult:
-        """Return a worker's result as the consumer sees it.
+        """Record a worker's result; return it as the consumer sees it.
 
-        The end of one stream is an empty result; the request after the last end ends
-        the iteration.
+        The end of one stream is an empty result. Once all streams have ended, the next
+        request's result ends the iteration.
         """
         stream = self._streams[pipeline][worker]
         stream.has_begun = True
@@ -99,10 +99,10 @@ class StreamReplicas:
         *,
         can_continue: bool,
     ) -> list[Pipeline]:
-        """Continue a dead worker's streams in its successor; return those iterations.
+        """Continue a dead worker's streams; return the iterations that can continue.
 
-        A stream can continue if its state after all sent batches is known. Others end
-        with ``error`` if the worker was reading them, or had (``held``) a request.
+        For that, the state after all arrived batches must be known. Other streams that
+        the worker was reading, or of which it ``held`` a request, end with ``error``.
         """
         continued = []
         for pipeline, streams in self._streams.items():
@@ -115,7 +115,7 @@ class StreamReplicas:
         return continued
 
     def _rewind(self, stream: _ReplicaStream) -> bool:
-        """Restart a stream from its last state; return False if that is unknown."""
+        """Set a stream back to its last state; return False if it cannot be resumed."""
         if stream.read is None:
             return False
         position = stream.read.position()

@@ -1,10 +1,10 @@
-"""The supervisor: the parent of a loader's workers, in a process below the user's.
+"""The supervisor: a process that is the parent of a loader's workers.
 
-A supervisor forks workers with its copy of the dataset, reports starts and deaths to
-the loader, forks replacements, and ends everything: it waits, then terminates, then
-kills. ``iter()`` forks one from the user's process, for one set of workers; it inherits
-the dataset. The fork server forks the other kind, which serves a loader from epoch to
-epoch, and unpickles the dataset for each set of workers.
+A supervisor forks workers with its copy of the dataset, reports their starts and deaths
+to the loader, and forks replacements. To end the workers it waits, then terminates,
+then kills them. There are two kinds. ``iter()`` forks one from the user's process, for
+one set of workers; it inherits the dataset. The fork server forks the other kind, which
+serves a loader for many epochs and unpickles the dataset for each set of workers.
 """
 
 import contextlib
@@ -40,9 +40,9 @@ from aioloader._workers.worker_spec import Surroundings, WorkerSpec, receive
 # Seconds for workers to end by themselves, and then after SIGTERM.
 ASKED = 3.0
 TERMINATED = 1.0
-# The exit status of a worker whose supervisor has died, too.
+# Instead of an exit status if the worker's supervisor has died, too.
 UNKNOWN = -1000
-# Signals that supervisor and workers handle themselves.
+# Signals for which supervisor and workers set their own handlers.
 _OWN_SIGNALS = {
     signal.SIGINT,
     signal.SIGTERM,
@@ -51,12 +51,12 @@ _OWN_SIGNALS = {
 
 
 class SupervisorReport(NamedTuple):
-    """A report of a supervisor to the loader."""
+    """A report from a supervisor to the loader."""
 
-    # ``"alive"`` (it runs), ``"up"`` (it can fork; its pid), ``"born"`` (worker, pid),
-    # ``"died"`` (worker, exit status), ``"ended"`` (all workers), ``"threads"`` (it
-    # cannot fork: unpickling has started threads) or ``"failed"`` (error); the loader
-    # adds ``"orphaned"``: it has died.
+    # From the supervisor: "alive" (it runs), "up" (it can fork; ``number``: its pid),
+    # "born" (a worker; its pid), "died" (a worker; its exit status), "ended" (all
+    # workers have), "threads" (it cannot fork: unpickling has started threads) and
+    # "failed" (``error``). From the launcher: "orphaned" (the supervisor has died).
     word: str
     worker: int = -1
     number: int = 0
@@ -65,30 +65,30 @@ class SupervisorReport(NamedTuple):
 
 @dataclass(eq=False, repr=False)
 class Supervisor:
-    """Fork and reap workers on the loader's instructions."""
+    """The process that forks and reaps workers, as the loader instructs it."""
 
     control: Channel  # to the loader
-    loader: int  # watches its process
+    loader: int  # pidfd of the loader's process
     user: int  # the pid of the loader's process
-    # The workers' spec, if they inherit it; None: the loader sends a file with each set
-    # of workers, which unpickle it.
+    # The workers' spec, if this process inherited it. None: for each set of workers the
+    # loader sends a file with a pickle.
     spec: WorkerSpec | None = None
     ends: Sequence[int] = ()  # the descriptors that all workers share
-    collects: bool = True  # whether the garbage collector of the workers is on
+    collects: bool = True  # whether workers turn the garbage collector on
 
     def __post_init__(self) -> None:
         self._is_served = self.spec is None
         self._file = -1
         self._surroundings: Surroundings | None = None
-        # By pidfd of each process: the worker's number, the process.
+        # By pidfd: the worker's number, and its ``multiprocessing`` process.
         self._workers: dict[int, tuple[int, Any]] = {}
-        # ``multiprocessing.parent_process()`` in a worker: the user's process.
+        # The user's process: ``multiprocessing.parent_process()`` of the workers.
         self._parent: Any = _parent_by(self.user, self.loader)
-        os.setpgid(0, 0)  # a SIGTERM to the user's group is for the user's process
+        os.setpgid(0, 0)  # a SIGTERM to the user's process group must not arrive here
         self._handlers = _ignored_signals()
 
     def serve(self) -> None:
-        """Follow instructions until the loader is gone or needs no workers."""
+        """Follow instructions until the loader is gone or needs no more workers."""
         try:
             with contextlib.suppress(EOFError):
                 while self._wait_and_act():
@@ -97,11 +97,11 @@ class Supervisor:
             self._kill_all()
 
     def tell(self, note: SupervisorReport) -> None:
-        with contextlib.suppress(OSError):  # it is gone, or does not read
+        with contextlib.suppress(OSError):  # the loader is gone, or does not read
             self.control.send_frame(pickle.dumps(note, 5))
 
     def _wait_and_act(self) -> bool:
-        """Wait for an event and handle it; return whether there may be more."""
+        """Wait for events and handle them; return False if the supervisor must end."""
         ready: list[Any] = connection.wait([self.control, self.loader, *self._workers])
         for watched in {*ready} & {*self._workers}:
             self.tell(self._reap(watched))
@@ -134,15 +134,15 @@ class Supervisor:
     ) -> bool:
         """Enter the surroundings and unpickle; return whether workers can be forked.
 
-        If they cannot, this process ends: its workers would take requests and lose
-        them.
+        If workers cannot be forked, this process ends: such workers would take requests
+        and lose them.
         """
         self._file, *self.ends = descriptors
         self._surroundings = surroundings
         self.tell(SupervisorReport("up", number=os.getpid()))
         try:
             surroundings.enter()
-            # If user code is stuck, this process would not see the loader's end.
+            # While user code is stuck, this process does not see that the loader ends.
             worker_main.die_with(os.getppid())
             if is_shared:
                 self.spec = receive(self._file)
@@ -156,13 +156,13 @@ class Supervisor:
         return True
 
     def _end(self) -> None:
-        """End the workers: their queues are closed, so most end by themselves."""
-        if not connection.wait([self.loader], timeout=0):  # it is not alone
+        """End the workers; most end by themselves, because their queues are closed."""
+        if not connection.wait([self.loader], timeout=0):  # the loader still runs
             self._await_all(ASKED)
         for _, process in self._workers.values():
             process.terminate()
             with contextlib.suppress(ProcessLookupError):
-                os.kill(process.pid, signal.SIGCONT)  # a stopped one would not notice
+                os.kill(process.pid, signal.SIGCONT)  # a stopped process would not end
         self._await_all(TERMINATED)
         self._kill_all()
         if self._is_served:
@@ -178,7 +178,7 @@ class Supervisor:
         process: Any = multiprocessing.get_context("fork").Process(
             target=self._be_worker, args=(worker, ends), name=f"aioloader-{worker}"
         )
-        # A SystemExit during a fork is printed, by this process or by the worker.
+        # SIGTERM raises SystemExit: during a fork, its traceback would be printed.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         try:
             process.start()
@@ -192,7 +192,7 @@ class Supervisor:
 
     def _be_worker(self, worker: int, ends: worker_main.WorkerDescriptors) -> None:
         supervisor = os.getppid()
-        gc.freeze()  # a collection would touch, and so copy, every page
+        gc.freeze()  # a collection would write to, and so copy, every page
         own: Any = multiprocessing.process
         own._parent_process = self._parent  # noqa: SLF001  (the user's process)
         self.control.close()
@@ -215,7 +215,7 @@ class Supervisor:
     def _reap(self, watched: int) -> SupervisorReport:
         worker, process = self._workers.pop(watched)
         os.close(watched)
-        kill_group(process.pid)  # children that the worker has left
+        kill_group(process.pid)  # processes that the worker started
         process.join()
         status = process.exitcode
         process.close()
@@ -228,7 +228,7 @@ class Supervisor:
         self._await_all(TERMINATED)
 
     def _await_all(self, seconds: float) -> None:
-        """Reap workers until none is left, for at most ``seconds``."""
+        """Reap workers until none is left; wait at most ``seconds``."""
         until = time.monotonic() + seconds
         while self._workers and (left := until - time.monotonic()) > 0:
             for watched in connection.wait([*self._workers], left):
@@ -240,8 +240,8 @@ def be_forked(
 ) -> None:
     """Run the supervisor that ``iter()`` forks from the user's process.
 
-    Inherited objects are never collected here: one of the parent's event loop would
-    unregister the parent's sockets, because both share the selector.
+    The garbage collector stays off. If it freed an object of the parent's event loop,
+    the parent's sockets could be unregistered: both processes share the selector.
     """
     gc.disable()
     gc.freeze()
@@ -256,15 +256,15 @@ def be_forked(
     torch.set_num_threads(1)
     _try_locks()
     supervisor.tell(SupervisorReport("up", number=os.getpid()))
-    importlib.import_module("numpy.random")  # for all workers; it takes 6 ms
+    importlib.import_module("numpy.random")  # once for all workers; it takes 6 ms
     supervisor.serve()
 
 
 def _try_locks() -> None:
     """Take every lock that workers need; hang if another thread held one at the fork.
 
-    The loader then forks again. Each output stream has its own lock. numpy's lock
-    belongs to its bit generator, so a new one is enough; workers seed it.
+    The loader then forks again. Each output stream has its own lock. numpy's lock is
+    part of its bit generator, so a new generator has a free one; workers seed it.
     """
     if "numpy.random" in sys.modules:
         np.random.set_bit_generator(np.random.MT19937())  # type: ignore[attr-defined]
@@ -276,12 +276,12 @@ def _try_locks() -> None:
     for stream in (sys.stdout, sys.stderr, *logs):
         buffer = getattr(stream, "buffer", None)
         if isinstance(buffer, io.BufferedWriter):
-            with contextlib.suppress(ValueError):  # it is closed
+            with contextlib.suppress(ValueError):  # the stream is closed
                 buffer.write(b"")
 
 
 def _parent_by(pid: int, watched: int) -> Any:
-    """Make ``multiprocessing``'s view of a parent process from a pid and its pidfd."""
+    """Return ``multiprocessing``'s object for a parent, given its pid and pidfd."""
     known = multiprocessing.parent_process()
     name = "MainProcess" if known is None else known.name
     process: Any = multiprocessing.process
@@ -291,7 +291,7 @@ def _parent_by(pid: int, watched: int) -> Any:
 def _ignored_signals() -> dict[int, Any]:
     """Ignore signals that the user handles; return the handlers for the workers.
 
-    The handlers are user code, meant for the user's process.
+    The handlers are user code, meant for the user's process. The supervisor's are set.
     """
     handlers: dict[int, Any] = {}
     for number in signal.valid_signals() - _OWN_SIGNALS:
@@ -306,13 +306,13 @@ def _ignored_signals() -> dict[int, Any]:
 
 
 def kill_group(pid: int) -> None:
-    """Kill a worker and the processes that it has started."""
+    """Kill a worker's process group: the worker and the processes that it started."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
 
 
 def names_of_threads() -> str:
-    """Return the names of all threads but the main one."""
+    """Return the names of this process's threads, without the main one, as text."""
     tasks = [*Path("/proc/self/task").glob("*/comm")]
     if len(tasks) < 2:
         return ""

@@ -1,10 +1,9 @@
 """The main loop of a worker process: take a request, make its batch, send it.
 
-Plain code runs in the main thread, request by request (``_serve_sync``). If a part is
-``async``, the loader's own pipeline runs inside the worker (``_Server``): on a private
-loop that reads many samples at once, across batch boundaries, with a thread for plain
-code. The process is one of ``multiprocessing``, which runs its hooks at start and exit;
-the supervisor ends a worker that hangs.
+Plain code runs in the main thread, request by request (``_serve_sync``). If some code
+is ``async``, the worker runs a pipeline, as the loader does (``_Server``). Its private
+loop reads many samples at once, across batch boundaries, and a thread runs plain code.
+The process is a ``multiprocessing.Process``, so the usual hooks run at start and exit.
 """
 
 import abc
@@ -57,7 +56,7 @@ from aioloader.protocols import Kind
 
 MOST_INLINE = (1 << 16) - 1024
 _CODES = {stage: code for code, stage in enumerate(STAGES)}
-# On Linux a real-time signal; on macOS SIGINFO, ignored by default; 0: none.
+# A worker writes its stacks on this signal. On macOS it is SIGINFO; 0: there is none.
 STACK_SIGNAL = int(getattr(signal, "SIGINFO", 0))
 if hasattr(signal, "SIGRTMIN"):
     STACK_SIGNAL = int(signal.SIGRTMIN) + 7
@@ -67,25 +66,25 @@ _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 
 
 class WorkerDescriptors(NamedTuple):
-    """Descriptors of a worker."""
+    """The descriptors that a worker process inherits from its supervisor."""
 
     arena: int  # the memory for its batches, and the table of those in flight
     requests: int  # the queue of requests, for any worker or for this one
-    results: int  # of all workers, as the next three
+    results: int  # shared by all workers, as are the next three
     small: int  # the pipe of small results
-    stacks: int  # where ``faulthandler`` writes stacks on request
-    samples: int = -1  # memory of samples, if the loader reads them
+    stacks: int  # the pipe to which ``faulthandler`` writes stacks
+    samples: int = -1  # memory with samples, if the loader reads them
 
 
 class Endpoint(abc.ABC):
-    """The worker's side of its pool, for sync and async serving."""
+    """A worker's connection to its pool: receives requests, sends results."""
 
-    spec: WorkerSpec  # set by ``prepare``, as is the maker
+    spec: WorkerSpec  # set by ``prepare``, like ``maker``
     maker: BatchMaker
 
     def __init__(self, worker: int, arena: Any) -> None:
         self.id = worker
-        self._arena = arena  # memory of its batches, and the table of batches
+        self._arena = arena  # memory for batches, and the table of those in flight
         self._packer = Packer(arena, MOST_INLINE)
 
     def prepare(self, spec: WorkerSpec) -> None:
@@ -96,7 +95,7 @@ class Endpoint(abc.ABC):
         self._is_restored = not self.maker.keeps_state
 
     def give_up(self, error: BaseException) -> NoReturn:
-        """Make the loader end all iterations with ``error``, and end this worker."""
+        """End this worker, and make the loader end all iterations with ``error``."""
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
             _end_process(error)
         with contextlib.suppress(OSError):  # the loader is gone
@@ -124,15 +123,15 @@ class Endpoint(abc.ABC):
 
     @abc.abstractmethod
     def receive(self) -> Request:
-        """Return the next request; ``EOFError``: the loader is gone."""
+        """Return the next request; raise ``EOFError`` if the loader is gone."""
 
     @abc.abstractmethod
     def pause(self, seconds: float | None) -> None:
-        """Sleep; None: forever. ``EOFError``: the loader is gone."""
+        """Sleep (None: forever); raise ``EOFError`` as soon as the loader is gone."""
 
     @abc.abstractmethod
     def send_frame(self, kind: int, frame: bytes) -> None:
-        """Send a result."""
+        """Send a packed result of the given ``kind`` to the loader."""
 
     def take(self, request: Request, place: int) -> BatchTask:
         self._arena.begin(place, request.ticket)
@@ -147,7 +146,7 @@ class Endpoint(abc.ABC):
         return task
 
     def _restore(self, resume: Any) -> None:
-        """Load the state of a copy of a stateful dataset, once."""
+        """Load the state of this worker's copy of a stateful dataset. Called once."""
         self._is_restored, saved = True, self.spec.datasets
         if resume is not None:  # after a death
             self.maker.dataset.load_state_dict(*map(usable, resume))
@@ -160,12 +159,12 @@ class Endpoint(abc.ABC):
     def answer(
         self, task: BatchTask, ticket: int, place: int, result: BatchResult
     ) -> None:
-        """Send the result of a request, which is then no longer in flight."""
+        """Send the result of a request; the request is then no longer in flight."""
         if isinstance(result.error, (KeyboardInterrupt, SystemExit)):
             _end_process(result.error)
         self.enter("send", place)
         maker, policy, kind, value = self.maker, self.maker.policy, BATCH, result.batch
-        # The loader keeps the list of failures and the budget.
+        # The loader keeps the list of failures and their limit.
         has_more = task.failures or policy.retries or task.missing
         is_batch = not (has_more or result.is_empty or result.is_end)
         if not (is_batch and result.error is task.state is result.dataset is None):
@@ -194,7 +193,7 @@ class Endpoint(abc.ABC):
 
 
 class KernelEndpoint(Endpoint):
-    """Requests from a queue in the kernel, results to a channel and a pipe."""
+    """An endpoint on Linux: reads a kernel queue, writes a channel and a pipe."""
 
     def __init__(self, worker: int, ends: WorkerDescriptors) -> None:
         super().__init__(worker, ArenaWriter(ends.arena))
@@ -219,15 +218,15 @@ class KernelEndpoint(Endpoint):
         self._requests.pause(seconds)
 
     def send_frame(self, kind: int, frame: bytes) -> None:
-        # Only batches: the other messages of a worker must stay in order.
+        # Only batches use the pipe: a worker's other messages must stay in order.
         if kind != BATCH or not write_small(self._ends.small, frame):
             self._results.send_frame(frame)
 
 
 def _end_process(error: BaseException) -> NoReturn:
-    """End the worker, as ``error`` in its main thread would.
+    """End the process, as an uncaught ``error`` in the main thread would.
 
-    Torch's worker ends the same way: the loader sees that it has died.
+    A worker of torch ends the same way; the loader sees that it has died.
     """
     code = error.code if isinstance(error, SystemExit) else 1
     sys.stdout.flush()
@@ -236,8 +235,8 @@ def _end_process(error: BaseException) -> NoReturn:
 
 
 def settle(worker: int, ends: WorkerDescriptors, supervisor: int) -> None:
-    """Make this process a worker: signals, session, name, threads."""
-    # A session of its own: its children end with it, and debuggers may read the
+    """Set up this process, just forked, as a worker: session, signals, name."""
+    # Its own session: processes that it starts end with it, and debuggers may read the
     # terminal. Linux may share processor time by session (sched_autogroup).
     os.setsid()
     reopen_files()
@@ -250,10 +249,10 @@ def settle(worker: int, ends: WorkerDescriptors, supervisor: int) -> None:
 
 
 def tune(worker: int, stacks: int) -> None:
-    """Name this process, and keep the memory of freed samples for the next batch.
+    """Set up this worker process: signals, one torch thread, name, memory and stacks.
 
-    By default large blocks return to the kernel, and every batch causes page faults. In
-    a crash, and on ``STACK_SIGNAL``, the process writes its stacks to a file.
+    Freed blocks are kept for the next batch: by default large ones return to the
+    kernel, and page faults follow. Stacks are written to the descriptor ``stacks``.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
@@ -269,15 +268,15 @@ def tune(worker: int, stacks: int) -> None:
 
 
 def write_last_error(stacks: int, *_: object) -> None:
-    """Add the last error of reads that are being retried to the stack."""
+    """Signal handler: write the last error of the reads that are being retried."""
     with contextlib.suppress(OSError):
         os.write(stacks, last_error().encode())
 
 
 def die_with(parent: int | None) -> None:
-    """Make the kernel kill this process when its parent ends; None undoes this.
+    """Make the kernel kill this process when ``parent`` ends; None undoes this.
 
-    The kernel watches the parent's *thread*, so this is for single-threaded parents.
+    The kernel watches the parent's *thread*, so the parent must have only one.
     """
     number = signal.SIGKILL if parent is not None else 0
     with contextlib.suppress(AttributeError, OSError):
@@ -287,9 +286,9 @@ def die_with(parent: int | None) -> None:
 
 
 def run(endpoint: Endpoint, load: Callable[[], WorkerSpec]) -> None:
-    """Serve requests until the loader is gone.
+    """Load the spec, then serve requests until the loader is gone.
 
-    The loader raises an error before the first batch, which ends the epoch.
+    An error before the first batch ends all iterations; the loader raises it.
     """
     try:
         spec = load()
@@ -341,7 +340,7 @@ def _serve_sync(endpoint: Endpoint) -> None:
                     read = stream.pull
                 result = task.result or maker.make(task, read, enter)
                 if isinstance(result.error, (KeyboardInterrupt, SystemExit)):
-                    raise result.error  # it ends a worker, as in torch
+                    raise result.error  # as in torch, it ends the worker
                 endpoint.answer(task, request.ticket, 0, maker.add_state(task, result))
         finally:
             for stream in streams.values():
@@ -352,10 +351,10 @@ _OVER = -1
 
 
 class _Server:
-    """Pass requests to a pipeline inside the worker, and its results to the endpoint.
+    """An async worker's server, which passes requests to a pipeline in this process.
 
-    The main thread takes at most ``window`` requests at a time, so that other workers
-    can take batches that have not started.
+    The main thread takes at most ``window`` requests at a time, so that free workers
+    can take the others.
     """
 
     def __init__(self, endpoint: Endpoint) -> None:
@@ -365,7 +364,7 @@ class _Server:
         self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
         for place in range(self._size):
             self._free.put(place)
-        # By the task's identity: the ticket, and the places that it occupies.
+        # By the task's ``id``: its ticket, and the places that it occupies.
         self._held: dict[int, tuple[int, list[int]]] = {}
         self._runners = Runners(spec.dataset, spec.lifespan)
         self._runners.keep()
@@ -375,7 +374,7 @@ class _Server:
     def serve(self) -> None:
         """Take requests while there is a free place, until the loader is gone.
 
-        The lifespan of the dataset is entered on the loop that reads it.
+        The dataset's lifespan is entered on the loop that reads the dataset.
         """
         endpoint = self._endpoint
         self._runner.open()
@@ -405,13 +404,13 @@ class _Server:
                 self._pipeline_of(request).submit([task])
 
     def _watch(self) -> None:
-        """Notice the end of requests even while no place is free."""
+        """Wake ``serve`` when the loader is gone, even if no place is free."""
         with contextlib.suppress(EOFError):
             self._endpoint.pause(None)
         self._free.put(_OVER)
 
     def close(self) -> None:
-        """End all iterations and leave the lifespan."""
+        """End all iterations, wait for them, and leave the lifespan."""
         for pipeline in self._pipelines.values():
             pipeline.dismiss()
         for pipeline in self._pipelines.values():
@@ -421,7 +420,7 @@ class _Server:
         self._endpoint.leave(self._runners.release)
 
     def _pipeline_of(self, request: Request) -> Pipeline:
-        # Map-style datasets have no state per iteration: one pipeline serves all.
+        # Map-style datasets have no state per iteration: one pipeline serves them all.
         key = request.iteration if self._endpoint.maker.is_stream() else -1
         pipeline = self._pipelines.get(key)
         if pipeline is None:
@@ -434,10 +433,10 @@ class _Server:
         return pipeline
 
     def _deliver(self, task: BatchTask, result: BatchResult) -> None:
-        """Send a result, from any thread."""
+        """Send a task's result and free its places; called from any thread."""
         ticket, places = self._held.pop(id(task))
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            # The loader may be gone: then the thread that reads requests ends us.
+            # If the loader is gone, the thread that reads requests ends this process.
             self._endpoint.answer(task, ticket, places[0], result)
         for place in places:
             self._free.put(place)

@@ -1,9 +1,9 @@
-"""A Ray actor: one worker, with the loader's own pipeline inside.
+"""A Ray actor: one worker, which runs a pipeline as the loader does.
 
 A call of ``make`` blocks its thread until the batch is made, so Ray queues further
-calls, and can cancel them; other methods run in another thread. Ray restarts an actor
-that has died, without its state. This module does not import Ray: Ray imports it, on
-any machine.
+calls and can cancel them. Other methods run in another thread. Ray restarts an actor
+that has died, without its state. This module does not import Ray; Ray imports the
+module on any machine of the cluster.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ from aioloader._workers.remote_tasks import (
 )
 from aioloader._workers.worker_spec import WorkerSpec
 
-# Buffers of the dataset from this size on are shared by the node and read-only.
+# From this size, buffers of the spec are read-only and shared by a node's actors.
 _SHARED_BYTES = 1 << 16
 
 
@@ -42,11 +42,11 @@ class ActorStarted(NamedTuple):
 
     pid: int
     host: str  # name of its machine
-    error: RemoteError | None = None  # of user code or unpickling, if it cannot start
+    error: RemoteError | None = None  # why the process cannot start
 
 
 class RayActor:
-    """One worker, called by the loader through Ray."""
+    """One worker, whose methods the loader calls through Ray."""
 
     def __init__(self, number: int) -> None:
         self._number = number
@@ -57,7 +57,7 @@ class RayActor:
     def begin(
         self, packed: PackedTask, path: list[str], dtype: torch.dtype
     ) -> ActorStarted:
-        """Start with a ``WorkerSpec`` and settings of the loader's process, once."""
+        """Start the worker from a pickled ``WorkerSpec``, once; report the outcome."""
         me = ActorStarted(os.getpid(), platform.node())
         if self._pipeline is None:
             try:
@@ -70,7 +70,7 @@ class RayActor:
         return me
 
     def make(self, request: PackedTask) -> PackedTask | None:
-        """Make a batch; return None if this process has not begun."""
+        """Make a batch; return None if this process has not started the worker."""
         if self._pipeline is None:
             return None
         maker = self._pipeline.maker
@@ -83,7 +83,7 @@ class RayActor:
         return pack_answer(maker, task, made.result(), self._number)
 
     def where(self) -> str:
-        """Return the Python stacks of the threads that run user code."""
+        """Return the Python stacks of this actor's threads that run user code."""
         return "".join(
             f"{thread.name}:\n{stack_of(thread.ident)}"
             for thread in threading.enumerate()
@@ -113,17 +113,17 @@ class RayActor:
         return Pipeline(maker, runner, sink=self._deliver)
 
     def _deliver(self, task: BatchTask, result: BatchResult) -> None:
-        """Pass a result to ``make``, from any thread."""
+        """Pass a result to the ``make`` call that waits for it; from any thread."""
         if isinstance(result.error, (KeyboardInterrupt, SystemExit)):
-            os._exit(1)  # as in a worker process: they end the worker
+            os._exit(1)  # such an error ends the worker, as in a worker process
         self._made.pop(id(task)).set_result(result)
 
 
 def _opened(packed: PackedTask) -> WorkerSpec:
-    """Return the spec in a pickle.
+    """Unpickle the spec.
 
     Big buffers are not copied, so arrays over them are read-only. Torch has no
-    read-only tensors: all workers of the node would see a write to one.
+    read-only tensors: all workers of the node would see a write to a tensor.
     """
     header, buffers = packed
     mine = [raw if len(raw) >= _SHARED_BYTES else bytearray(raw) for raw in buffers]

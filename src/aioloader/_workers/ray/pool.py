@@ -1,10 +1,10 @@
-"""The loader's side of its Ray actors: requests, answers, retries.
+"""The loader's side of its Ray actors: requests, answers and retries.
 
-Ray places actors, and restarts those that die, alone or with their node. A batch whose
-actor has died waits for an actor without batches, and fails if that dies, too.
-Everything runs in one thread, to which the others post: consumers their requests, Ray
-its answers, and the code that ends the pool. So there are no locks and no polling. A
-batch is copied once, out of Ray's read-only store.
+Ray places the actors, and restarts one that dies, alone or with its node. A batch whose
+actor has died waits for an actor without batches, and fails if that actor dies, too.
+The pool's state changes in one thread. Consumers post requests to this thread, Ray's
+callbacks post answers, and ``end`` posts the end: there are no locks and no polling. A
+batch is copied once, from Ray's read-only store.
 """
 
 import bisect
@@ -31,13 +31,13 @@ from aioloader._workers.worker_spec import WorkerSpec
 from aioloader.errors import LoaderClosedError, WorkerDiedError
 from aioloader.protocols import own_datasets
 
-# Seconds at the end: to leave a dataset's lifespan, then for actors to end.
+# Seconds for actors to leave the dataset's lifespan, and then to end.
 _LEAVE_SECONDS, _END_SECONDS = 3.0, 5.0
-# How long a stack may take, in seconds.
+# Seconds to wait for an actor's stack.
 _STACK_SECONDS = 1.0
-# How often Ray starts a worker that dies before it is ready.
+# How many times Ray starts an actor that dies before it is ready.
 _MAX_STARTS = 3
-# The concurrency group of calls that do not wait for batches.
+# Ray's concurrency group for calls that do not wait for batches.
 _ASIDE = "aside"
 
 Done = Future[Any]
@@ -45,34 +45,34 @@ Done = Future[Any]
 
 @dataclass(eq=False, slots=True)
 class _ActorSlot:
-    """A worker: Ray may have restarted its actor since it was last heard from."""
+    """A worker of the pool; Ray may have restarted its actor since its last answer."""
 
     number: int
     actor: Any
-    begun: ActorStarted | None = None  # the report that its process is ready
-    # The batches that it has, the oldest first.
+    begun: ActorStarted | None = None  # its process's report; None: not ready
+    # The batches that were sent to it and not answered, oldest first.
     tickets: "list[_ActorTask]" = field(default_factory=list)
 
 
 @dataclass(eq=False, slots=True)
 class _ActorTask:
-    """A batch in flight."""
+    """A request for a batch, waiting here or sent to an actor."""
 
     number: int  # its position among all requests
     pipeline: Pipeline
     task: BatchTask
     has_failed: bool = False  # whether an actor has died with it
     seat: _ActorSlot | None = None  # the worker that it was sent to
-    begun: ActorStarted | None = None  # the process of that worker
+    begun: ActorStarted | None = None  # the worker's process at that time
     since: float = 0.0  # when it was sent
     answer: Any = None  # Ray's reference to its answer; None while it waits
 
 
 class RayPool(LastingPool):
-    """The actors of one loader; used from any thread."""
+    """The Ray actors of one loader; may be used from any thread."""
 
     def __init__(self, workers: RayWorkers, spec: WorkerSpec) -> None:
-        self._ray, self._connection = workers.connect()  # kept until they have ended
+        self._ray, self._connection = workers.connect()  # kept until the end
         errors = self._ray.exceptions
         self._deaths = (
             *(errors.RayActorError, errors.NodeDiedError, errors.OutOfMemoryError),
@@ -99,7 +99,7 @@ class RayPool(LastingPool):
         self._thread = CpuThread("aioloader-ray")
         self._ended = Latch()
         self._is_over = False
-        self._error: BaseException | None = None  # ended the pool, not yet raised
+        self._error: BaseException | None = None  # ended the pool, not raised yet
         self._seats: list[_ActorSlot] = []
         self._waiting: list[_ActorTask] = []  # by number
         self._sent = 0
@@ -150,7 +150,7 @@ class RayPool(LastingPool):
         return is_gone
 
     def _find(self, task: BatchTask) -> _ActorTask | None:
-        """Return the ticket of ``task``, if a worker has it."""
+        """Return the ticket of ``task`` if a worker has it, else None."""
         tickets = (ticket for seat in self._seats for ticket in seat.tickets[:])
         return next((ticket for ticket in tickets if ticket.task is task), None)
 
@@ -161,7 +161,7 @@ class RayPool(LastingPool):
         )
 
     def _waits(self) -> str:
-        """Return text that explains why no actor has a batch."""
+        """Return a message that says why a batch waits for an actor."""
         number, ready = len(self._seats), sum(bool(seat.begun) for seat in self._seats)
         if ready == number:
             return f"waits for one of {ready} Ray actors to be free"
@@ -181,16 +181,16 @@ class RayPool(LastingPool):
             for number in range(self._spec.num_workers):
                 self._seats.append(_ActorSlot(number, self._make_actor.remote(number)))
                 self._begin(self._seats[-1])
-        except Exception as error:  # of Ray: every iteration must learn of it
+        except Exception as error:  # of Ray: every iteration must raise it
             self._fail(error)
 
     def _replace(self, seat: _ActorSlot) -> None:
-        # Ray reports a death at once, a restart after a second.
+        # Ray would take a second to report the restart of this actor: use a new one.
         self._ray.kill(seat.actor)
         seat.actor = self._make_actor.remote(seat.number)
 
     def _begin(self, seat: _ActorSlot) -> None:
-        """Start a worker as soon as Ray has placed its actor."""
+        """Call ``begin`` of a worker's actor; it runs once Ray has placed the actor."""
         seat.begun = None
         begun = seat.actor.begin.remote(*self._settings)
         self._when(begun, partial(self._has_begun, seat))
@@ -208,7 +208,7 @@ class RayPool(LastingPool):
             self._dispatch()
 
     def _fail(self, error: BaseException) -> None:
-        """End all iterations: no actor can make their batches."""
+        """End the pool; iterations that wait for its batches raise ``error``."""
         held = [ticket for seat in self._seats for ticket in seat.tickets]
         waiting = {ticket.pipeline for ticket in (*held, *self._waiting)}
         pipelines = [pipeline for pipeline in waiting if not pipeline.is_closing]
@@ -218,13 +218,13 @@ class RayPool(LastingPool):
             pipeline.fail(error)
 
     def _when(self, reference: Any, then: Callable[[Done], None]) -> None:
-        """Call ``then`` in the thread when Ray has an answer, unless it is over."""
+        """Call ``then`` in our thread when Ray answers, unless the pool has ended."""
 
         def call(done: Done) -> None:
             if not self._is_over:
                 then(done)
 
-        # The callback runs in a thread of Ray's, which it must not block.
+        # The callback runs in one of Ray's threads and must not block it.
         reference.future().add_done_callback(
             lambda done: self._thread.post(partial(call, done))
         )
@@ -238,7 +238,7 @@ class RayPool(LastingPool):
         self._dispatch()
 
     def _dispatch(self) -> None:
-        """Send waiting batches to actors that have room, the oldest first."""
+        """Send waiting requests to actors that have room, oldest first."""
         if self._is_over:
             return
         free = [*filter(self._has_room, self._seats)]
@@ -285,7 +285,7 @@ class RayPool(LastingPool):
     def _recall(self, seat: _ActorSlot, ticket: _ActorTask) -> None:
         """Cancel a batch that is queued at an actor, and queue it here again.
 
-        Ray cancels the call when it would begin; if it has begun, Ray drops its answer.
+        Ray cancels a call that has not started; a started call's answer is dropped.
         """
         self._ray.cancel(ticket.answer)
         seat.tickets.remove(ticket)
@@ -311,7 +311,7 @@ class RayPool(LastingPool):
     def _lose(
         self, seat: _ActorSlot, ticket: _ActorTask, error: BaseException | None
     ) -> None:
-        """Retry a batch whose actor died, or (``error`` None) was restarted."""
+        """Retry or fail a batch whose actor has died; ``error`` None: it restarted."""
         if not self._ray.is_initialized():  # Ray would start a new cluster
             self._fail(
                 error or LoaderClosedError("the Ray workers have ended; iterate again")
@@ -331,7 +331,7 @@ class RayPool(LastingPool):
             bisect.insort(self._waiting, ticket, key=lambda waiting: waiting.number)
 
     def _end(self) -> None:
-        # By now another cluster or none may be connected: Ray then refuses.
+        # Meanwhile the process may have left the cluster: Ray then raises.
         with contextlib.suppress(Exception):
             if self._ray.is_initialized():
                 self._end_actors()
@@ -344,7 +344,7 @@ class RayPool(LastingPool):
             self._await([_aside(seat.actor.leave) for seat in begun], _LEAVE_SECONDS)
         for seat in self._seats:
             self._ray.kill(seat.actor)
-        # Calls to them fail when they are gone.
+        # These calls fail as soon as the actors are gone.
         self._await([_aside(seat.actor.where) for seat in self._seats], _END_SECONDS)
 
     def _await(self, references: list[Any], seconds: float) -> None:
@@ -353,14 +353,14 @@ class RayPool(LastingPool):
 
 
 def _aside(method: Any) -> Any:
-    """Call a method of an actor in a thread that does not wait for batches."""
+    """Call an actor's method without queueing it after the actor's batches."""
     return method.options(concurrency_group=_ASIDE, max_task_retries=0).remote()
 
 
 def _died_with(
     ticket: _ActorTask, seat: _ActorSlot, error: BaseException
 ) -> WorkerDiedError:
-    """Return the error for a batch that is not retried."""
+    """Return the error for a batch with which a second actor has died."""
     task, begun = ticket.task, ticket.begun
     assert begun is not None
     who = f"(pid(s) {begun.pid} on {begun.host})"
@@ -377,7 +377,7 @@ def _died_with(
 
 
 def _died_too_early(seat: _ActorSlot, error: BaseException) -> WorkerDiedError:
-    """Return the error for actors that die before they are ready."""
+    """Return the error for a worker whose actors died before they were ready."""
     died = WorkerDiedError(
         f"DataLoader worker {seat.number} died as a Ray actor before it started, and "
         "so did those before it. Is aioloader installed on every node? Ray says: "

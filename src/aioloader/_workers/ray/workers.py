@@ -1,7 +1,7 @@
-"""``RayWorkers``: how many worker actors on a Ray cluster, with which resources.
+"""``RayWorkers``: how many worker actors to use on a Ray cluster, and their resources.
 
-It is only a description: actors are placed with the first request of an iteration. It
-also manages the connection to the cluster, and ends a cluster that it has started.
+The object only describes actors; an iteration's first request places them. This module
+also connects to the cluster, and ends a cluster that it has started.
 """
 
 import math
@@ -23,36 +23,36 @@ _OPTIONS = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
 class RayWorkers:
     """Worker actors on a Ray cluster, for ``DataLoader(..., workers=RayWorkers(8))``.
 
-    Like worker processes, actors read, transform and collate; samples, order, random
-    draws and errors are the same. An actor that dies, alone or with its node, is
+    Like worker processes, actors read, transform and collate, with the same samples,
+    order, random numbers and errors. An actor that dies, alone or with its node, is
     replaced and its batches are made again; ``on_timeout="restart"`` ends a stuck one.
-    The loader itself reads iterables, once. (With ``rng="worker"`` draws depend on
-    which actor makes a batch, as with processes.)
+    An iterable dataset is read once, by the loader. (With ``rng="worker"`` random
+    numbers depend on which actor makes a batch, as with processes.)
 
-    The dataset and the functions are put into Ray's store once. Its big arrays have one
-    read-only copy per node (a tensor cannot be read-only: do not write to it in place).
-    Batches come back through the store and are copied once into the loader's memory.
-    An actor takes a second or two to start, because it imports torch:
-    ``persistent_workers=True`` keeps actors between epochs. Ray runs its workers at
-    nice 15: on a node that is busy with other work they wait, unless the cluster was
-    started with ``RAY_worker_niceness=0`` in the environment.
+    The dataset and the functions are put into Ray's store once. Each node has one
+    read-only copy of big arrays. (A tensor cannot be read-only: never write to one in
+    place.) Batches return through the store and are copied once, into the loader's
+    memory. An actor takes a second or two to start, because it imports torch;
+    ``persistent_workers=True`` keeps actors between epochs. Ray runs actors at nice 15,
+    so on a node that is busy with other work they wait, unless the cluster was started
+    with ``RAY_worker_niceness=0`` in the environment.
 
-    Modules that workers import must be installed on the nodes, aioloader too. Functions
-    and classes of a script or a notebook are sent along.
+    Modules that workers import, such as aioloader, must be installed on all nodes.
+    Functions and classes that a script or a notebook defines are sent to the actors.
 
     Args:
         num_workers: How many actors; the loader's ``num_workers`` may be left at 0.
         resources: What each actor needs, by the names of ``ray.cluster_resources()``,
             such as ``{"CPU": 2, "loader": 1}``; one CPU by default.
-        address: The cluster (``"auto"``, ``"host:port"``). ``None``: the one that this
-            process is connected to or ``RAY_ADDRESS`` names; otherwise one is started
-            here, with room for these workers (others wait until they end), and shut
-            down with the last ``RayWorkers`` of this process. An existing cluster is
-            left running.
+        address: The cluster (``"auto"``, ``"host:port"``). ``None``: the cluster that
+            this process is connected to, or else that ``RAY_ADDRESS`` names. If there
+            is none, one is started here with room for these workers, and shut down with
+            the last ``RayWorkers`` of this process. Other clusters are left running.
 
     Raises:
         ImportError: If Ray is not installed.
-        ValueError: If a number is out of range, or the address is of Ray Client.
+        TypeError: If an argument is of the wrong type.
+        ValueError: If a number is out of range, or the address is for Ray Client.
         ConnectionError: At the first iteration, if there is no cluster at the address.
     """
 
@@ -94,7 +94,7 @@ class RayWorkers:
         return {**vars(self), "_connection": None}
 
     def options(self) -> dict[str, Any]:
-        """Return Ray's options of an actor."""
+        """Return the options with which Ray creates each actor."""
         known: dict[str, Any] = {
             option: self.resources[name]
             for name, option in _OPTIONS.items()
@@ -106,11 +106,11 @@ class RayWorkers:
     def connect(self) -> tuple[Any, object]:
         """Return the connected module ``ray``, and an object that keeps it connected.
 
-        May take seconds.
+        Connecting may take seconds.
 
         Raises:
-            ConnectionError: If there is no cluster.
-            ValueError: If this process is connected to another one.
+            ConnectionError: If there is no cluster at the address.
+            ValueError: If this process is connected to another cluster.
         """
         global _ours  # noqa: PLW0603  (so is Ray's own state)
         ray = import_ray()
@@ -133,7 +133,7 @@ class RayWorkers:
         return ray, self._connection
 
     def _start(self, ray: Any) -> None:
-        """Connect to a cluster; start one if none is named."""
+        """Connect to the cluster that is named; if none is, start one here."""
         options: dict[str, Any] = {}
         address = self.address or os.environ.get("RAY_ADDRESS")
         _check_client("RAY_ADDRESS", address)
@@ -147,7 +147,7 @@ class RayWorkers:
         ray.init(address=address, logging_level="warning", **options)
 
     def _warn_of_no_room(self, ray: Any) -> None:
-        """Warn if the cluster, started for other workers, is too small for these."""
+        """Warn if the cluster that this process started has too few free CPUs."""
         free = ray.available_resources().get("CPU", 0)
         needed = self.num_workers * self.resources["CPU"]
         if free < needed:
@@ -159,12 +159,12 @@ class RayWorkers:
 
 
 class _RayConnection:
-    """A connection that this process has made; it ends with its last user."""
+    """Keeps a connection that this process has made; Ray shuts down without it."""
 
     __slots__ = ("__weakref__",)
 
 
-# Seconds for a cluster to answer.
+# Seconds to wait for a cluster to answer.
 _PROBE_SECONDS = 5.0
 # One process has one connection to Ray.
 _LOCK = fork_safe(threading.Lock())
@@ -180,7 +180,7 @@ def _check_client(name: str, address: str | None) -> None:
 
 
 def _probe(address: str) -> None:
-    """Check that a server listens at ``address``: Ray would try for minutes."""
+    """Raise unless a server listens at ``address``: Ray would try for minutes."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():  # "auto", "local", what only Ray knows
         return
@@ -198,7 +198,7 @@ def _session(ray: Any) -> str:
 
 
 def _disconnect(ray: Any, session: str) -> None:
-    """End a connection, in a new thread: finalizers run anywhere."""
+    """End a connection, in a new thread because finalizers may run in any thread."""
 
     def end() -> None:
         with _LOCK:
