@@ -75,7 +75,7 @@ class Pool(abc.ABC):
 
     @abc.abstractmethod
     def explain(self, task: BatchTask) -> str:
-        """Return text: which worker has ``task``, and its stack. Takes up to 1 s."""
+        """Return text on the worker that has ``task``, and its stack; may be slow."""
 
     def restart(self, task: BatchTask) -> bool:  # noqa: ARG002  (a default)
         """Replace the worker that has ``task``; return whether it was replaced."""
@@ -338,7 +338,7 @@ class Pipeline:
     # -- in the runner's thread, and in workers -----------------------------------
 
     def make(self, task: BatchTask) -> BatchResult:
-        """Make a batch in a pool's thread; read it first, unless done on the way."""
+        """Make a batch in a pool's thread; read it there unless ``reads_here``."""
         return self.maker.make(task, None if self.reads_here else self._read)
 
     def _read(self, task: BatchTask) -> None:

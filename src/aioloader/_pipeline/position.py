@@ -127,7 +127,7 @@ class StreamPosition:
         self._read_at_state = self.read - self.to_skip
 
     def load_dataset(self) -> bool:
-        """Load the dataset's state, if needed, before iterating; tell whether it did."""
+        """Load the dataset's state before iterating, if needed; tell if it did."""
         loads, dataset = self._loads, self._dataset
         if not self.is_own and is_stateful(dataset):
             loads.save_first(dataset)
