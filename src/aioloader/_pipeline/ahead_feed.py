@@ -32,14 +32,14 @@ def refuse_blocking() -> NoReturn:
 
 
 class AheadFeed(Feed):
-    """A feed that keeps a window of batches in flight in a pipeline it owns.
+    """A feed that keeps a window of batches in flight, in a pipeline that it owns.
 
     The sampler advances only in the consumer's steps and never beyond the window, so it
     draws random numbers when torch's would. For an async consumer, a long permutation
     is drawn in a thread. More batches are requested when a batch is delivered.
 
     If the next batch takes longer than ``timeout`` seconds, ``BatchTimeoutError`` is
-    raised. With ``restarts``, the worker that delays it is replaced first, once.
+    raised. If ``restarts``, the delaying worker is replaced first, once per batch.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class AheadFeed(Feed):
         return batch
 
     def _limit(self) -> float | None:
-        """Return this wait's timeout in seconds, as a float even if numpy's."""
+        """Return this wait's timeout in seconds, as a Python float; None: no limit."""
         return None if self._timeout is None else float(self._timeout)
 
     # -- requests -----------------------------------------------------------------
@@ -148,7 +148,7 @@ class AheadFeed(Feed):
                 self._fill()
 
     def _read_ahead(self) -> None:
-        """End the first batch's head start; fill the window if lazy or empty."""
+        """End the first batch's head start; fill a window that is lazy or empty."""
         if not self._reads_ahead:
             self._reads_ahead = True
             self.pipeline.read_ahead()
@@ -222,7 +222,7 @@ class AheadFeed(Feed):
     # -- results ------------------------------------------------------------------
 
     def _take(self) -> Any:
-        """Return the next batch, or ``NOTHING`` if not ready; raise its error."""
+        """Return the next batch if it is ready, or ``NOTHING``; raise its error."""
         if self.pipeline.runner.is_foreign():
             raise RuntimeError(
                 "an iterator does not survive a fork; make a new one in the child"
@@ -250,7 +250,7 @@ class AheadFeed(Feed):
             return NOTHING
 
     def _pop(self) -> tuple[int, BatchResult] | None:
-        """Return the next number and result; None if not ready or if closed."""
+        """Return the next result and its number; None if not ready, or if closed."""
         try:
             item: tuple[int, BatchResult] | None = self._results.pop_nowait()
         except BaseException as error:
@@ -385,7 +385,7 @@ class AheadFeed(Feed):
 
 
 def _stop_at_exit(error: BaseException) -> None:
-    """Block a daemon thread while the interpreter exits, as Python soon would."""
+    """While Python exits, block a daemon thread that got a ``LoaderClosedError``."""
     is_late = threading.current_thread().daemon and isinstance(error, LoaderClosedError)
     if is_late and not threading.main_thread().is_alive():
         threading.Event().wait()

@@ -37,7 +37,7 @@ class Observation(NamedTuple):
         return self.rate / before.rate - 1 if before.rate > 0 else float("inf")
 
     def words(self, before: "Observation") -> str:
-        """Return the speed-up since ``before`` as words like ``was 5% faster``."""
+        """Return the change since ``before`` in words, such as ``was 5% faster``."""
         gain = self.gain(before)
         return f"was {abs(gain):.0%} {'faster' if gain >= 0 else 'slower'}"
 
@@ -107,7 +107,7 @@ class Controller:
         return self._judge_less(trial, seen)
 
     def _try_more(self, seen: Observation, why: str = "") -> str | None:
-        """Try a greater value, if the consumer waits and the maximum allows."""
+        """Try a greater value if the consumer waits and the maximum is not reached."""
         if seen.waited < _MIN_WAITED or self.value == self.most:
             return None
         why = why or f"the consumer waits {seen.waited:.0%} of the time"
@@ -117,7 +117,7 @@ class Controller:
         return self._set(after, f"{why}; more is tried")
 
     def _judge_more(self, trial: _Trial, seen: Observation) -> str | None:
-        """Keep a greater value that is faster or ends the consumer's waits."""
+        """Keep a greater value if it is faster, or if the consumer waits no more."""
         if seen.waited < _MIN_WAITED:
             return self._stay()
         gain = seen.gain(trial.seen)
@@ -170,7 +170,7 @@ class Controller:
         self._step = max(1, value // 4)
 
     def _stay(self, value: int = 0, reason: str = "") -> str | None:
-        """Set ``value``, or keep the current one; pause trials, longer each time."""
+        """Set ``value`` (0: the current one); pause the trials, longer each time."""
         value = value or self.value
         if self._step:
             self._end_doubling(value)
@@ -203,7 +203,7 @@ class BytesInFlight:
         self._sizes: deque[int] = deque(maxlen=_KEPT_SIZES)
 
     def note(self, batch: Any) -> None:
-        """Count a delivered batch; measure the size of one batch in several."""
+        """Count a delivered batch; measure the first ones, then one in several."""
         if self._seen < _MEASURED_FIRST or self._seen % _MEASURED_EVERY == 0:
             self._sizes.append(max(1, bytes_of(batch)))
             self.greatest = max(self._sizes)

@@ -113,7 +113,7 @@ class Recipe:
         self.is_plain = not (is_on_loop or self.transforms_async or self.collates_async)
 
     def kwargs(self) -> dict[str, Any]:
-        """Return this recipe's constructor arguments, to make a subclass of it."""
+        """Return this recipe's constructor arguments, which subclasses take, too."""
         names = [argument.name for argument in fields(Recipe) if argument.init]
         return {name: getattr(self, name) for name in names}
 
@@ -149,7 +149,7 @@ class BatchMaker(Recipe):
     initial_states: list[Any] = field(default_factory=list, init=False)
     last_seconds: float = field(default=1.0, init=False)  # of the latest batch
     failed_reads: int = field(default=0, init=False)  # by coroutines, retried ones too
-    # Looked up once: a look-up per sample takes 5 % of the time of a small one.
+    # Looked up once: for small samples, a look-up each would take 5 % of the time.
     get: Callable[[Any], Any] = field(init=False)
     get_batch: Callable[[Any], Any] | None = field(init=False, default=None)
     # Whether a plain ``__getitem__`` of an async dataset returns awaitables.
@@ -190,7 +190,7 @@ class BatchMaker(Recipe):
         return task
 
     def reader_keys(self, reader: int = 0, readers: int = 1) -> SampleKeys | None:
-        """Return a ``SampleKeys`` for a reader's own batch numbers, or None."""
+        """Return ``SampleKeys`` for one reader's batch numbers; None: no seeding."""
         if self.keys is None:
             return None
         return partial(_keys_of_reader, self.keys, self.part.rank, reader, readers)
@@ -246,7 +246,7 @@ class BatchMaker(Recipe):
     def fetch(
         self, task: BatchTask, read: Callable[[BatchTask], object]
     ) -> BatchResult | None:
-        """Read a batch's samples in this thread; return a result if none follows."""
+        """Read a batch's samples in this thread; return its result if it is known."""
         outer = UNDER_WAY.get()
         try:
             UNDER_WAY.set(self)
@@ -259,7 +259,7 @@ class BatchMaker(Recipe):
         return task.result
 
     def read(self, task: BatchTask, pause: Pause = time.sleep) -> None:
-        """Read the samples of ``task`` by plain code; ``pause`` separates attempts."""
+        """Read the samples of ``task`` by plain code; ``pause`` sleeps until retries."""
         task.began = perf_counter()
         self.policy.begin(len(task.indices))
         if self.initial_states:
@@ -351,7 +351,7 @@ class BatchMaker(Recipe):
         return collates_quickly(self.collate_fn, samples)
 
     def _kept_samples(self, task: BatchTask) -> Any:
-        """Enter stage "collate"; return the samples not skipped, or ``SKIP``."""
+        """Begin to collate: return the samples not skipped, or ``SKIP`` if none."""
         task.stage, task.transformed = "collate", perf_counter()
         samples, is_empty = task.samples, False
         if type(samples) is list and (self.policy.count or not self.reads):

@@ -36,7 +36,7 @@ class EvenedQueue(ReadyQueue):
         self.end, self.rounds = SharedEnd(pads), rounds
         self._dropped = dropped
         self._readers = readers
-        self._errors: list[Exception] = []  # of the rounds; raised when it matters
+        self._errors: list[Exception] = []  # of rounds; raised when counts are needed
         self._has_news = False  # the consumer must check the end again
         self._repeats = False
         self._empty_repeats = 0  # repeated requests in a row that found no samples
@@ -84,7 +84,7 @@ class EvenedQueue(ReadyQueue):
                 self._wake_consumer()
 
     def pop_nowait(self) -> tuple[int, BatchResult] | None:
-        """Take the next item that may be delivered, ``_NEWS`` or None."""
+        """Take the next item that may be delivered, or ``_NEWS``; None: nothing yet."""
         end = self.end
         if not self._items:
             self.collect()

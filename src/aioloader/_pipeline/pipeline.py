@@ -56,7 +56,7 @@ _WATCH_AFTER = 0.02
 
 
 class Pool(abc.ABC):
-    """Workers that make batches, or transform and collate samples read here."""
+    """Workers that make batches from indices, or from samples the pipeline read."""
 
     reads: bool  # whether workers read the samples, too
     has_result_reader: bool = False  # whether it is a ``ResultReader``
@@ -71,11 +71,11 @@ class Pool(abc.ABC):
 
     @abc.abstractmethod
     def forget(self, pipeline: "Pipeline") -> None:
-        """Drop the requests of ``pipeline``, which has ended. Idempotent."""
+        """Drop the requests of ``pipeline``, which is ending. Idempotent."""
 
     @abc.abstractmethod
     def explain(self, task: BatchTask) -> str:
-        """Return text on the worker that has ``task``, and its stack; may be slow."""
+        """Return text on the worker that has ``task``, with its stack; may be slow."""
 
     def restart(self, task: BatchTask) -> bool:  # noqa: ARG002  (a default)
         """Replace the worker that has ``task``; return whether it was replaced."""
@@ -275,7 +275,7 @@ class Pipeline:
         watching.enter_context(watch.reading(since, self.counters))
 
     def _report(self, error: BaseException) -> None:
-        """Pass an error on to the consumer's close, or else to its next step."""
+        """Have the consumer's close raise an error, or its next step if not closing."""
         if ends_task(error):
             raise error
         if self.is_closing:
@@ -328,7 +328,7 @@ class Pipeline:
         return not (self.stage or self.pool) and self.ready.joins_at_once()
 
     def fail(self, error: BaseException) -> None:
-        """End every wait with ``error``; ``sink`` gets it per unfinished batch."""
+        """End every wait with ``error``; ``sink`` gets it for each unfinished batch."""
         self.ready.fail(error)
         if self.sink is not None:
             for task, _ in list(self.under_way.values()):
@@ -375,7 +375,7 @@ class Pipeline:
         return bool(self._to_make) and not is_closing
 
     def _make_batch(self, task: BatchTask) -> None:
-        """Read a batch, unless the loop did; then make it, or pass it to the pool."""
+        """Read a batch unless the loop did; then make it, or pass it to the pool."""
         maker, pool = self.maker, self.pool
         read = self._read if self.reads_here and maker.is_plain else None
         if pool is None:
@@ -558,7 +558,7 @@ class Pipeline:
     def deliver(
         self, task: BatchTask, result: BatchResult, *, wakes: bool = True
     ) -> None:
-        """Deliver a task's result; from any thread. ``wakes``: see ``ready.put``."""
+        """Deliver a task's result, from any thread; ``wakes``: for ``ready.put``."""
         if self.under_way.pop(id(task), None) is not None:
             if result.state is None:
                 result.state = task.state

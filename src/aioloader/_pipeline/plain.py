@@ -47,7 +47,7 @@ YIELD_AFTER = 0.001
 
 
 class Feed(abc.ABC):
-    """A source of batches: it draws an epoch's requests and counts deliveries."""
+    """A source of an epoch's batches; draws requests, and counts deliveries."""
 
     _as_lists: bool = True  # whether requests have lists of indices
 
@@ -111,7 +111,7 @@ class Feed(abc.ABC):
         """Start workers before the first step; if ``requests``, request batches."""
 
     def _draw(self) -> IndexBatch:
-        """Return the next request; if there is none or drawing fails, close."""
+        """Return the next request; close the feed if there is none or drawing fails."""
         try:
             return next(self._requests)
         except BaseException as error:
@@ -255,7 +255,7 @@ class PlainFeed(Feed):
     def _noted(
         self, stage: str, number: int, indices: Any, read: int, error: BaseException
     ) -> BaseException:
-        """Return the error to raise, with a note that names its stage and batch."""
+        """Return the error to raise for ``error``, with a note on stage and batch."""
         source = "collate_fn" if stage == "collate" else "the dataset"
         error, epoch = raisable(error, source), self.epoch.number
         note = stage_note(stage, epoch, number, indices)

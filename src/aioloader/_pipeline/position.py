@@ -127,7 +127,7 @@ class StreamPosition:
         self._read_at_state = self.read - self.to_skip
 
     def load_dataset(self) -> bool:
-        """Load the dataset's state before iterating, if needed; tell if it did."""
+        """Load the dataset's state, if needed; return whether one was loaded now."""
         loads, dataset = self._loads, self._dataset
         if not self.is_own and is_stateful(dataset):
             loads.save_first(dataset)
@@ -161,7 +161,7 @@ class StreamPosition:
         return bool(self._stateful)
 
     def must_reopen(self, *, is_empty: bool) -> bool:
-        """Tell, after the first sample, whether the epoch started at a wrong state."""
+        """Tell, by the first sample, whether the epoch started from a wrong state."""
         if self._resumes:
             self._loads.note_resumed(self._dataset)
             return False
@@ -169,7 +169,7 @@ class StreamPosition:
         return bool(self._resume)
 
     def advance(self, count: int, position: StreamState) -> StreamState:
-        """Count samples of an aioloader stream; return its state after them."""
+        """Count ``count`` more samples of an aioloader stream; return its state."""
         self.read += count
         self._latest, self._read_at_state = {"dataset": position}, self.read
         return {"read": self.read, "skip": 0, "dataset": position}
@@ -177,8 +177,8 @@ class StreamPosition:
     def state(self, *, has_ended: bool) -> StreamState:
         """Return the state after the latest batch.
 
-        It records that the stream ``has_ended``, because some datasets restart after
-        their end and must not be read again in this epoch.
+        The state records that the stream ``has_ended``, because some datasets restart
+        after their end and must not be read again in this epoch.
         """
         latest: StreamState = {}
         for name, part in self._stateful.items():

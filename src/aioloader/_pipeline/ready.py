@@ -108,7 +108,7 @@ class ReadyQueue(Waiters):
         return None
 
     def _raise_error(self) -> None:
-        """Raise the error given to ``fail``, but only once: it keeps frames alive."""
+        """Raise the error given to ``fail``, only once: its traceback holds frames."""
         error = self._error
         if error is not None:
             text = "the iterator has failed before; make a new one"
@@ -257,7 +257,7 @@ class _Bell:
         self._lock = fork_safe(threading.RLock())  # a finalizer may need it too
 
     def ring(self) -> None:
-        """Wake the thread; does nothing once this is closed."""
+        """Wake the thread; do nothing once the bell is closed."""
         with self._lock:
             if self._is_open:
                 os.eventfd_write(self.fileno, 1)

@@ -41,7 +41,7 @@ from aioloader.protocols import BlockIterator, HasLifespan, Kind, OwnStream, has
 class StreamBatcher:
     """A reader of one stream's batches that handles ranks, failures and resuming.
 
-    It is opened, read and closed in one task, or in one thread.
+    The stream is opened, read and closed in one task, or in one thread.
     """
 
     maker: BatchMaker
@@ -104,7 +104,7 @@ class StreamBatcher:
         task.read = perf_counter()
 
     async def pull_async(self, task: BatchTask, waiting: int = 0) -> None:
-        """Read the samples of ``task``, or set its result if no batch follows.
+        """Read the samples of ``task``, or set its result if there is no batch.
 
         Samples of the next ``waiting`` batches may be read with them, for ``take``.
         """
@@ -255,7 +255,7 @@ class StreamBatcher:
             self.maker.reseed(task)
 
     async def _drop(self, count: int) -> int:
-        """Read and drop the next ``count`` positions; return how many there were.
+        """Read and drop up to ``count`` positions; return how many were read.
 
         An error that ends the stream is raised: no sample was delivered after it.
         """
@@ -306,7 +306,7 @@ class StreamBatcher:
     def _replace(self, task: BatchTask, error: BaseException) -> bool:
         """Add the replacement of a failed sample, or raise, as the policy decides.
 
-        Return True if there is none and the next sample takes its position.
+        Return True if the next sample takes the position of a skipped one.
         """
         sample = self.maker.resolve("fetch", task, len(task.samples), error)
         if sample is not SKIP:
@@ -324,7 +324,7 @@ class StreamBatcher:
         return False
 
     async def _refill(self, task: BatchTask) -> None:
-        """Fill a batch up from the stream's beginning, if all ranks end together."""
+        """Fill up a short batch from the stream's beginning, if its source refills."""
         if self._source is not None and self._source.refills:
             lacking = len(task.indices) - len(task.samples)
             samples = await self._source.repeat(lacking)

@@ -214,7 +214,7 @@ class ArenaWriter(_Side):
 
 
 class ArenaReader(_Side):
-    """The loader's side of an arena: reads in place, frees dropped batches' slots."""
+    """The loader's side of an arena: reads in place, and frees dropped batches."""
 
     def __init__(
         self, descriptor: int | None = None, *, locker: Locker | None = None
@@ -250,7 +250,7 @@ class ArenaReader(_Side):
                 memory.madvise(mmap.MADV_REMOVE, ref.start - first, ref.size)
 
     def _segment_of(self, ref: SlotRef) -> tuple[int, LockableMap]:
-        """Return the mapping of a slot, and its first byte in the file."""
+        """Return a slot's segment: its first byte in the file, and its mapping."""
         for first, memory in self._segments:
             if first <= ref.start and ref.start + ref.size <= first + len(memory):
                 return first, memory

@@ -118,7 +118,7 @@ class Channel(socket.socket):
             os.close(file)
 
     def pause(self, seconds: float | None) -> None:
-        """Sleep, forever if None; raise ``EOFError`` as soon as the peer is gone."""
+        """Sleep (None: forever); raise ``EOFError`` as soon as the peer is gone."""
         poll = select.poll()
         poll.register(self, 0)  # hanging up is reported in any case
         if poll.poll(None if seconds is None else seconds * 1000):
@@ -126,7 +126,7 @@ class Channel(socket.socket):
 
 
 def write_small(pipe: int, frame: bytes) -> bool:
-    """Write a frame to a pipe if small and there is room; return whether it did."""
+    """Write a small frame to a pipe with room; return whether it was written."""
     with contextlib.suppress(BlockingIOError):
         if len(frame) + _SIZE.size <= select.PIPE_BUF:
             os.write(pipe, _SIZE.pack(len(frame)) + frame)
@@ -135,7 +135,7 @@ def write_small(pipe: int, frame: bytes) -> bool:
 
 
 def read_small(pipe: io.FileIO, rest: bytes) -> tuple[list[memoryview], bytes]:
-    """Read a pipe; return its whole frames, and the ``rest`` to pass next time."""
+    """Read a pipe; return whole frames, and the ``rest`` for the next call."""
     rest += pipe.read(MAX_INLINE) or b""
     frames, view, used = list[memoryview](), memoryview(rest), 0
     while len(rest) >= (start := used + _SIZE.size):

@@ -56,7 +56,7 @@ def encode(
 def encode_portable(
     value: Any, reducers: Reducers, min_bytes: int = MIN_BUFFER_BYTES
 ) -> tuple[bytes, Buffers]:
-    """Encode for any process: by value if it may lack a module of ``value``."""
+    """Encode for any process; by value if the process may lack a needed module."""
     header, buffers = encode(value, reducers, min_bytes)
     if any(name.encode() in header for name in _modules_by_value()):
         return encode_by_value(value, reducers, min_bytes)
@@ -125,7 +125,7 @@ def _name_of_global(value: object) -> str | None:
 def _reduce_global(make: Callable[[], object], value: Any) -> Any:
     """Reduce a module's global lock or similar; the other process creates its own.
 
-    Other values, such as a dataset's attribute, are left to ``pickle``, which refuses.
+    Other values, such as a dataset's lock, are left to ``pickle``, which refuses them.
     """
     name = _name_of_global(value)
     if name is None:
@@ -220,7 +220,7 @@ def lay_out(
 
 
 def overlap(extents: Sequence[Extent]) -> bool:
-    """Tell whether any two parts of memory overlap."""
+    """Tell whether any two of the extents overlap."""
     last = 0
     for address, nbytes in sorted(extents):
         if address < last:
