@@ -259,7 +259,7 @@ class BatchMaker(Recipe):
         return task.result
 
     def read(self, task: BatchTask, pause: Pause = time.sleep) -> None:
-        """Read the samples of ``task`` by plain code; ``pause`` sleeps until retries."""
+        """Read the samples of ``task`` by plain code; ``pause`` sleeps in between."""
         task.began = perf_counter()
         self.policy.begin(len(task.indices))
         if self.initial_states:
