@@ -1,11 +1,11 @@
-"""From requests to batches: how and where they are made, and their delivery.
+"""From requests to batches: where and how batches are made and delivered.
 
 ::
 
     consumer ─BatchTask─▶ Pipeline ─▶ FetcherPool ─▶ CpuThread ─▶ ReadyQueue ─▶ consumer
                                       event loop     plain code   ordered, bounded
 
-``plain`` and ``inline`` make batches where ``next`` is called. ``ahead_feed`` is the
-consumer's side of a ``pipeline``, ``runner`` owns the threads and loops, and
-``batch_maker`` calls the user's functions.
+``plain`` and ``inline`` make batches in the thread that calls ``next``. ``pipeline``
+makes them in the background, and ``ahead_feed`` is its consumer's side. ``runner`` owns
+the threads and loops. ``batch_maker`` calls the user's functions.
 """

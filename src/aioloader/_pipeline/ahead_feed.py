@@ -1,4 +1,4 @@
-"""The feed that reads ahead: it keeps batches in flight in a pipeline."""
+"""The feed that reads ahead, by keeping batches in flight in a pipeline."""
 
 import asyncio
 import contextlib
@@ -24,7 +24,7 @@ from aioloader.protocols import Kind
 
 
 def refuse_blocking() -> NoReturn:
-    """Refuse a plain ``for`` on the loop that makes its batches."""
+    """Raise the error for a plain ``for`` on the event loop that makes its batches."""
     raise RuntimeError(
         "loop='caller' hosts coroutines on the loop that iterates, and a plain `for` "
         "would block it: use `async for`, or loop='thread'"
@@ -32,14 +32,14 @@ def refuse_blocking() -> NoReturn:
 
 
 class AheadFeed(Feed):
-    """Keep a window of batches in flight in a pipeline, and deliver its results.
+    """A feed that keeps a window of batches in flight, in a pipeline that it owns.
 
-    The sampler advances in the consumer's steps and never beyond the window, so it
-    draws when torch's does (but a long permutation is drawn off an async consumer's
-    loop). A request goes out when a batch is delivered.
+    The sampler advances only in the consumer's steps and never beyond the window, so it
+    draws random numbers when torch's would. For an async consumer, a long permutation
+    is drawn in a thread. More batches are requested when a batch is delivered.
 
-    It owns the pipeline. After ``timeout`` seconds without the next batch, the worker
-    that delays it is replaced if ``restarts``, once per batch.
+    If the next batch takes longer than ``timeout`` seconds, ``BatchTimeoutError`` is
+    raised. If ``restarts``, the delaying worker is replaced first, once per batch.
     """
 
     def __init__(
@@ -61,12 +61,12 @@ class AheadFeed(Feed):
         self._restarts = restarts
         self._restarted: BatchTask | None = None
         self._has_started = self._reads_ahead = False
-        # Batches requested and not yet delivered: number to samples.
+        # Samples of each batch that is requested but not yet delivered, by number.
         self._in_flight: dict[int, int] = {}
-        self._samples = 0  # in these batches
+        self._samples = 0  # in all of these batches
         self._low = sys.maxsize  # with fewer batches in flight, more are requested
         self._is_exhausted = False  # there is nothing more to request
-        self._is_aborted = False  # ends early, by an interrupt or a sampler's error
+        self._is_aborted = False  # ends early: an interrupt, or the sampler failed
         self._repeats = False  # the requests repeat samples of a stream's beginning
 
     # -- next, for threads and for tasks ------------------------------------------
@@ -135,33 +135,33 @@ class AheadFeed(Feed):
         return batch
 
     def _limit(self) -> float | None:
-        """Return the timeout of this wait, in seconds; a float, even for numpy's."""
+        """Return this wait's timeout in seconds, as a Python float; None: no limit."""
         return None if self._timeout is None else float(self._timeout)
 
     # -- requests -----------------------------------------------------------------
 
     def open(self, *, requests: bool = True) -> None:
-        """Start the workers, and issue the first ``requests``. Idempotent."""
+        """Start the workers; if ``requests``, fill the window. Idempotent."""
         with self._lock:
             self.pipeline.open()
             if requests:
                 self._fill()
 
     def _read_ahead(self) -> None:
-        """End the head start of the first batch; request more if none is in flight."""
+        """End the first batch's head start; fill a window that is lazy or empty."""
         if not self._reads_ahead:
             self._reads_ahead = True
             self.pipeline.read_ahead()
-        # Otherwise the window was filled when the latest batch was delivered.
+        # Other windows were filled when the latest batch was delivered.
         if self._window.is_lazy or not self._in_flight:
             self._fill()
 
     def _fill(self, most: int = sys.maxsize) -> None:
-        """Issue up to ``most`` requests, until the window is full.
+        """Request up to ``most`` batches, until the window is full.
 
-        Fast batches are requested in runs, when the previous run is nearly used up:
-        with one request at a time, the thread that makes them would contend for the
-        GIL with the consumer.
+        Fast batches are requested in runs, each when the previous run is nearly used
+        up. With one request at a time, the thread that makes the batches would contend
+        with the consumer for the GIL.
         """
         with self._lock:
             run: list[BatchTask] = []
@@ -176,12 +176,12 @@ class AheadFeed(Feed):
                 raise
 
     def _room(self) -> int:
-        """Return how many more batches to request; set when to refill (``_low``)."""
+        """Return how many more batches to request; set the refill level ``_low``."""
         if self._is_exhausted:
             return 0
         window, turns, in_flight = self._window, self._turns, len(self._in_flight)
         limit, one_by_one = window.batches, turns is not None
-        if window.samples:  # in batches as large as those in flight
+        if window.samples:  # assuming batches as large as those in flight
             held, ahead = self._samples, window.samples * in_flight
             limit += -(-ahead // held) if held else window.samples
             one_by_one |= not held or self.epoch.order.size is None
@@ -195,7 +195,7 @@ class AheadFeed(Feed):
         return min(room, 1) if one_by_one else room
 
     def _request(self, count: int, run: list[BatchTask]) -> bool:
-        """Add ``count`` requests, now in flight, to ``run``; False after the last."""
+        """Add up to ``count`` requests to ``run``; return False after the last."""
         began, stop = perf_counter(), len(run) + count
         try:
             for request in islice(self._requests, count):
@@ -208,7 +208,7 @@ class AheadFeed(Feed):
                 run.append(task)
         except (KeyboardInterrupt, SystemExit):  # the order cannot be continued
             raise
-        except BaseException as error:  # delivered in order
+        except BaseException as error:  # delivered after earlier batches
             self._is_aborted = True
             self._in_flight[self._next] = 0
             self.pipeline.ready.put(self._next, BatchResult(error=error))
@@ -222,7 +222,7 @@ class AheadFeed(Feed):
     # -- results ------------------------------------------------------------------
 
     def _take(self) -> Any:
-        """Return a ready batch, or ``NOTHING``; raise its error if it failed."""
+        """Return the next batch if it is ready, or ``NOTHING``; raise its error."""
         if self.pipeline.runner.is_foreign():
             raise RuntimeError(
                 "an iterator does not survive a fork; make a new one in the child"
@@ -250,7 +250,7 @@ class AheadFeed(Feed):
             return NOTHING
 
     def _pop(self) -> tuple[int, BatchResult] | None:
-        """Return the next result; None if none is ready, or this is closed."""
+        """Return the next result and its number; None if not ready, or if closed."""
         try:
             item: tuple[int, BatchResult] | None = self._results.pop_nowait()
         except BaseException as error:
@@ -269,7 +269,7 @@ class AheadFeed(Feed):
         self._was_interrupted = True
 
     def _account(self, number: int, result: BatchResult) -> None:
-        """Take a result from the batches in flight, and issue new requests."""
+        """Remove a result's batch from those in flight, and request more batches."""
         self._samples -= self._in_flight.pop(number)
         if self._tuner is not None:
             waited = self.counters.waited - self.counters.drawn
@@ -287,7 +287,7 @@ class AheadFeed(Feed):
         self.counters.in_flight = len(self._in_flight)
 
     def _end(self) -> None:
-        """End unless a subclass refuses: nothing is in flight or to be requested."""
+        """End, unless a subclass refuses: every request has been answered."""
         if self._is_aborted or self._may_end():
             self.is_finished = True
             self._results.finish()  # other consumers may be waiting
@@ -298,7 +298,7 @@ class AheadFeed(Feed):
     # -- the end ------------------------------------------------------------------
 
     def _finish(self) -> None:
-        """Mark the epoch as over, unless the iteration was only closed."""
+        """Mark the epoch as over, unless the iteration ended early."""
         self._check()
         if self._is_exhausted and not (self._in_flight or self._is_aborted):
             self._progress.is_over = True
@@ -327,7 +327,7 @@ class AheadFeed(Feed):
                 pipeline.drop_pool()
 
     def abandon(self) -> None:
-        """End the pipeline in the background; at Python's exit, wait for it."""
+        """End the pipeline in the background; at Python's exit, wait for its end."""
         pipeline = self.pipeline
         runner = pipeline.runner
         if threading.main_thread().is_alive():
@@ -355,10 +355,10 @@ class AheadFeed(Feed):
     # -- timeouts -----------------------------------------------------------------
 
     def _time_out(self, waited: float) -> None:
-        """Restart the worker that delays the batch, if it may; else raise."""
+        """Replace the worker that delays the batch, if allowed; else raise."""
         pipeline, pool = self.pipeline, self.pipeline.pool
         number = next(iter(self._in_flight), self._next)
-        # The awaited task is the oldest one if batches come unordered.
+        # If batches come unordered, the oldest task counts as the awaited one.
         task = min(
             (task for task, _ in list(pipeline.under_way.values())),
             key=lambda task: (task.number < number, task.number),
@@ -385,14 +385,14 @@ class AheadFeed(Feed):
 
 
 def _stop_at_exit(error: BaseException) -> None:
-    """Block a daemon thread at the interpreter's exit, as Python soon would."""
+    """While Python exits, block a daemon thread that got a ``LoaderClosedError``."""
     is_late = threading.current_thread().daemon and isinstance(error, LoaderClosedError)
     if is_late and not threading.main_thread().is_alive():
         threading.Event().wait()
 
 
 def _progress(pipeline: Pipeline, task: BatchTask) -> list[str]:
-    """Return lines with the stage of a batch, and the stack of its thread.
+    """Return lines of text: a batch's stage, and the stack of the thread that makes it.
 
     A worker process may need a second to send its stack.
     """

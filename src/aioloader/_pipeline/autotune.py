@@ -1,8 +1,8 @@
-"""Controllers of numbers that a loader chooses while it runs; they read no clock.
+"""Controllers that tune a loader's numbers while it runs; the caller measures.
 
-A controller observes the rate of a value and tries another one: twice as much while
-that helps (like TCP's slow start), then a constant step more (additive increase), and
-half as much if reads fail (multiplicative decrease). It undoes a change that does not
+A controller observes the speed at one value and tries another. It doubles the value
+while that helps (like TCP's slow start), then adds a quarter (additive increase), and
+halves it if reads fail (multiplicative decrease). It undoes a change that does not
 help, and logs each decision with its reason. Source: RFC 5681, sections 3.1 and 3.2.
 """
 
@@ -14,20 +14,20 @@ from aioloader._base.records import bytes_of
 
 _log = logging.getLogger("aioloader")
 
-# Speed-up for which a value is kept: after doubling, and after a step or halving.
+# Least speed-up that keeps a new value: after doubling it, and after another change.
 _MIN_GAIN_DOUBLED = 0.1
 _MIN_GAIN = 0.05
-# A smaller share of the time that the consumer waits counts as none.
+# A consumer that waits for a smaller share of the time counts as not waiting.
 _MIN_WAITED = 0.02
-# By how much the share of failed reads must exceed the usual share.
+# The value is halved if the share of failed reads exceeds the usual one by this.
 _MIN_FAILURES = 0.01
-# Observations between two trials: initially, and the maximum.
+# Pauses between two trials, in observations: the first, and the longest.
 _FIRST_PAUSE = 8
 _MAX_PAUSE = 256
 
 
 class Observation(NamedTuple):
-    """The measurements of a value over a period."""
+    """The measurements of a period in which a controller's value was constant."""
 
     rate: float  # samples, or batches, per second
     waited: float = 1.0  # share of the time that the consumer waited
@@ -37,23 +37,23 @@ class Observation(NamedTuple):
         return self.rate / before.rate - 1 if before.rate > 0 else float("inf")
 
     def words(self, before: "Observation") -> str:
-        """Return the change as the end of a sentence."""
+        """Return the change since ``before`` in words, such as ``was 5% faster``."""
         gain = self.gain(before)
         return f"was {abs(gain):.0%} {'faster' if gain >= 0 else 'slower'}"
 
 
 class _Trial(NamedTuple):
-    """A trial of a new value."""
+    """A trial of a controller's new value, which is kept if it is fast enough."""
 
     before: int  # the previous value
     seen: Observation  # of the previous value
     gain: float  # the speed-up for which the new value is kept
     is_for_failures: bool = False
-    first: Observation | None = None  # of the new value, if it was too slow at first
+    first: Observation | None = None  # of the new value, if it seemed too slow
 
 
 class Controller:
-    """Choose one number within bounds; methods return a decision as a log line."""
+    """A number tuned within bounds; its methods return decisions as log lines."""
 
     def __init__(self, name: str, start: int, least: int, most: int) -> None:
         self.name = name
@@ -69,11 +69,11 @@ class Controller:
 
     @property
     def is_trying(self) -> bool:
-        """Whether the current value is on trial, and a greater one may follow."""
+        """Whether the current value is on trial; the next one may be greater."""
         return self._trial is not None
 
     def limit(self, most: int, reason: str) -> str | None:
-        """Set the maximum, and lower the value to it."""
+        """Set the maximum, and lower a greater value to it."""
         self.most = max(self.least, most)
         if self.value <= self.most:
             return None
@@ -82,7 +82,7 @@ class Controller:
         return self._set(self.most, reason)
 
     def observe(self, seen: Observation) -> str | None:
-        """Decide on the value by an observation of the current one."""
+        """Choose the next value from an observation of the current one."""
         trial, self._trial = self._trial, None
         if trial is not None and trial.is_for_failures:
             return self._judge_failures(trial, seen)
@@ -96,7 +96,7 @@ class Controller:
         return self._try_more(seen)
 
     def _judge(self, trial: _Trial, seen: Observation) -> str | None:
-        """Keep a value or undo it; one that seems worse is observed twice."""
+        """Keep or undo the value on trial; one that seems slow is observed twice."""
         if trial.first is not None:
             seen = max(seen, trial.first, key=lambda observation: observation.rate)
         elif seen.waited >= _MIN_WAITED and seen.gain(trial.seen) < trial.gain:
@@ -107,7 +107,7 @@ class Controller:
         return self._judge_less(trial, seen)
 
     def _try_more(self, seen: Observation, why: str = "") -> str | None:
-        """Try a greater value if the consumer waits and there is one."""
+        """Try a greater value if the consumer waits and the maximum is not reached."""
         if seen.waited < _MIN_WAITED or self.value == self.most:
             return None
         why = why or f"the consumer waits {seen.waited:.0%} of the time"
@@ -117,7 +117,7 @@ class Controller:
         return self._set(after, f"{why}; more is tried")
 
     def _judge_more(self, trial: _Trial, seen: Observation) -> str | None:
-        """Keep a greater value if it is faster or the consumer no longer waits."""
+        """Keep a greater value if it is faster, or if the consumer waits no more."""
         if seen.waited < _MIN_WAITED:
             return self._stay()
         gain = seen.gain(trial.seen)
@@ -129,7 +129,7 @@ class Controller:
         was_doubled, before = not self._step, trial.before
         self._end_doubling(before)
         words = f"more {seen.words(trial.seen)}"
-        if was_doubled and self._has_gained:  # the best value is below twice as much
+        if was_doubled and self._has_gained:  # the best value is less than double
             return self._set(before, words)
         if was_doubled or gain < -_MIN_GAIN:
             after = before // 2 if was_doubled else before - self._step
@@ -139,7 +139,7 @@ class Controller:
         return self._stay(before, words)
 
     def _judge_less(self, trial: _Trial, seen: Observation) -> str | None:
-        """Keep a smaller value if it is fast enough."""
+        """Keep a smaller value if it is faster, and then try still less."""
         words = f"less {seen.words(trial.seen)}"
         if seen.gain(trial.seen) < trial.gain:
             return self._stay(trial.before, words)
@@ -150,7 +150,7 @@ class Controller:
         return self._set(after, f"{words}; still less is tried")
 
     def _halve_for_failures(self, seen: Observation) -> str | None:
-        """Halve the value, which may cause the failures."""
+        """Try half the value, because too great a value may cause failed reads."""
         self._end_doubling(self.value // 2)
         if self.value == self.least:
             self._usual_failures = seen.failures
@@ -159,7 +159,7 @@ class Controller:
         return self._set(self.value // 2, f"{seen.failures:.1%} of the reads failed")
 
     def _judge_failures(self, trial: _Trial, seen: Observation) -> str | None:
-        """Keep the smaller value if fewer reads fail with it."""
+        """Keep the halved value if at least a third fewer reads fail with it."""
         if seen.failures <= trial.seen.failures / 1.5:
             return self._stay()
         self._usual_failures = max(seen.failures, trial.seen.failures)
@@ -170,7 +170,7 @@ class Controller:
         self._step = max(1, value // 4)
 
     def _stay(self, value: int = 0, reason: str = "") -> str | None:
-        """Keep a value for a while; a step of a quarter is tried next."""
+        """Set ``value`` (0: the current one); pause the trials, longer each time."""
         value = value or self.value
         if self._step:
             self._end_doubling(value)
@@ -188,13 +188,13 @@ class Controller:
         return decision
 
 
-_KEPT_SIZES = 32  # sizes of batches that are remembered
-_MEASURED_FIRST = 8  # the first batches, all of which are measured
-_MEASURED_EVERY = 4  # later, one in so many is measured
+_KEPT_SIZES = 32  # how many recent batch sizes are remembered
+_MEASURED_FIRST = 8  # how many of the first batches are all measured
+_MEASURED_EVERY = 4  # of the later batches, one in this many is measured
 
 
 class BytesInFlight:
-    """How many batches fit into ``most`` bytes, by the sizes of recent ones."""
+    """An estimate of how many batches fit into ``most`` bytes, by recent sizes."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -203,12 +203,12 @@ class BytesInFlight:
         self._sizes: deque[int] = deque(maxlen=_KEPT_SIZES)
 
     def note(self, batch: Any) -> None:
-        """Count a delivered batch, and measure some."""
+        """Count a delivered batch; measure the first ones, then one in several."""
         if self._seen < _MEASURED_FIRST or self._seen % _MEASURED_EVERY == 0:
             self._sizes.append(max(1, bytes_of(batch)))
             self.greatest = max(self._sizes)
         self._seen += 1
 
     def batches(self) -> int:
-        """Return how many batches may be held; 1 until a size is known."""
+        """Return how many batches fit, at least 1; it is 1 until a size is known."""
         return max(1, self.most // self.greatest) if self.greatest else 1

@@ -1,4 +1,4 @@
-"""Helpers to run awaitables from plain code, and for errors of user code."""
+"""Helpers that run awaitables for plain code and report errors of user code."""
 
 import asyncio
 import concurrent.futures
@@ -30,7 +30,7 @@ def run_now(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 def user_error(error: BaseException, source: str) -> BaseException:
-    """Return the error to report for ``error``; raise it now if it ends this task."""
+    """Return the error to report for ``error``; re-raise one that ends this task."""
     if ends_task(error):
         raise error
     return raisable(error, source)
@@ -50,15 +50,15 @@ def refuse_coroutines(values: Any, source: str) -> None:
 
 
 class SideLoop:
-    """The event loop for awaitables that plain code in other threads returns.
+    """An event loop for awaitables that plain code in other threads has returned.
 
-    Without the loader's or the caller's loop, one is started in a thread with the first
-    awaitable and runs until ``close``: clients and sessions are bound to one loop.
+    If no loop is given, the first awaitable starts one in a thread. It runs until
+    ``close``, because clients and sessions are bound to one loop.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop | None = None) -> None:
         self._loop = loop
-        self._runner: LoopRunner | None = None  # of a loop started here
+        self._runner: LoopRunner | None = None  # of a loop that this object has started
         self._pending: set[concurrent.futures.Future[list[Any]]] = set()
         self._lock = fork_safe(threading.RLock())  # a finalizer may need it too
         self.is_closed: bool = False
@@ -66,7 +66,7 @@ class SideLoop:
     def resolve(self, values: Iterable[Any], limit: int) -> list[Any]:
         """Block until all values are awaited, ``limit`` at a time; return the results.
 
-        A failed one is returned as ``FailedSample``. If this is closed meanwhile, the
+        Errors are returned as ``FailedSample``. If ``close`` is called meanwhile, the
         awaiting is cancelled, and ``LoaderClosedError`` is raised.
         """
         with self._lock:
@@ -101,7 +101,7 @@ class SideLoop:
         return result
 
     def close(self) -> None:
-        """End every wait, and the thread if there is one; safe in finalizers."""
+        """Cancel every wait, and end the thread, if any; safe in finalizers."""
         with self._lock:
             self.is_closed = True
             for future in list(self._pending):

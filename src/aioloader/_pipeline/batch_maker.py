@@ -1,6 +1,6 @@
 """Calls of the user's functions, with retries, failure policy and error notes.
 
-``BatchMaker.make`` makes a batch in plain code, in the calling thread; ``amake`` awaits
+``BatchMaker.make`` makes a batch by plain code in the calling thread. ``amake`` awaits
 the coroutines of a batch on a loop. Both retry reads in the same way.
 """
 
@@ -57,26 +57,26 @@ if TYPE_CHECKING:
     from aioloader._pipeline.fetchers import FetcherPool
 
 _UNSEEDED: Final = nullcontext()
-# The user code of each stage, for errors.
+# Names of the user code in each stage, for error messages.
 _DATASET: Final = "the dataset"
 _SOURCES: Final = {"fetch": _DATASET, "collate": "collate_fn"}
-# Maps a batch's number and the position of its first sample to a ``BatchTask``'s keys.
+# Maps a batch's number and its first sample's position to its task's seeding keys.
 SampleKeys: TypeAlias = Callable[[int, int], tuple[int, tuple[int, int, int] | None]]
-# Sleeps in a thread between two attempts; None: coroutines read, on a loop.
+# Sleeps in a thread between two attempts. If None, coroutines read on a loop.
 Pause: TypeAlias = Callable[[float], object]
 
 
 def _keys_of_reader(
     keys: SampleKeys, rank: int, reader: int, readers: int, number: int, whole: int
 ) -> tuple[int, tuple[int, int, int] | None]:
-    """Return the keys of a reader's batch; it has ``whole`` samples on all ranks."""
+    """Return the seeding keys of a reader's batch; ``whole``: its size on all ranks."""
     number = number * readers + reader
     return keys(number, number * whole + rank)
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class Recipe:
-    """The user's objects and rules; the same in the loader and in its workers."""
+    """The user's dataset, functions and rules, for the loader and its workers."""
 
     dataset: Any  # None in workers that do not read
     transform: Callable[[Any], Any] | None
@@ -87,13 +87,13 @@ class Recipe:
     on_error: OnError = "raise"
     retry: Retry | None = None
     concurrency: int = 64  # samples, or awaitables of plain code, in flight on one loop
-    part: RankPart = WHOLE  # this rank's samples of an iterable; mask or no mask
-    # Whether other ranks read the same batches of a stream: after an error this rank
-    # skips as many samples as they read.
+    part: RankPart = WHOLE  # this rank's samples of an iterable, and ``tail``
+    # Whether other ranks read the same batches of a stream. If so, after an error this
+    # rank skips as many samples as they read.
     keeps_step: bool = False
     is_even: bool = False  # whether all ranks have the same number of batches
-    # How often the loader's ``set_epoch`` was called, and the number passed to its
-    # dataset, if any. Persistent workers pass it to their copy.
+    # How often the loader's ``set_epoch`` was called, and the number last passed to its
+    # dataset, if any. Persistent workers pass that number to their copies.
     dataset_epoch: tuple[int, int | None] = (0, None)
     kind: Kind = field(init=False)
     reads_async: bool = field(init=False)  # coroutines read a map-style dataset
@@ -113,18 +113,18 @@ class Recipe:
         self.is_plain = not (is_on_loop or self.transforms_async or self.collates_async)
 
     def kwargs(self) -> dict[str, Any]:
-        """Return the arguments of a ``Recipe``, for its subclasses."""
+        """Return this recipe's constructor arguments, which subclasses take, too."""
         names = [argument.name for argument in fields(Recipe) if argument.init]
         return {name: getattr(self, name) for name in names}
 
     def is_stream(self) -> bool:
-        """Tell whether samples are read sequentially, from a stream with a state."""
+        """Tell whether samples are read sequentially, from an iterable dataset."""
         return self.kind is not Kind.MAP
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class BatchMaker(Recipe):
-    """A recipe at work in one epoch: it makes batches from indices."""
+    """A recipe that makes batches from indices, one epoch at a time."""
 
     policy: FailurePolicy
     epoch: int = 0
@@ -132,7 +132,7 @@ class BatchMaker(Recipe):
     lease: Allocator = field(default_factory=lambda: SlotPool().lease)  # of big batches
     # Entered while plain code works on a task, to seed the generators.
     around: Callable[[BatchTask], AbstractContextManager[Any]] = nullcontext
-    # Seeds the generators again for a task whose user code restored them.
+    # Seeds the generators again, after user code has restored their states.
     reseed: Callable[[BatchTask], None] | None = None
     # Called before each read and transform of a sample that has its own seed, with the
     # task, the position and the stage (0: read, 1: transform).
@@ -140,19 +140,19 @@ class BatchMaker(Recipe):
     # Called with the same arguments before a coroutine reads or transforms a sample, or
     # reads (0) or collates (2) a whole batch (position -1).
     seed_async: Callable[[BatchTask, int, int], None] | None = None
-    # Returns the keys that generators are seeded with; None: no seeding.
+    # Returns the keys for seeding generators; None: no seeding.
     keys: SampleKeys | None = None
     loads: StateLoads = field(default_factory=StateLoads)  # of an iterable dataset
     side_loop: SideLoop = field(default_factory=SideLoop, init=False)
     # At most one state, which the dataset loads before the first read: batches in
     # flight of an earlier iteration may have changed the dataset since it was loaded.
     initial_states: list[Any] = field(default_factory=list, init=False)
-    last_seconds: float = field(default=1.0, init=False)  # of making a batch
+    last_seconds: float = field(default=1.0, init=False)  # of the latest batch
     failed_reads: int = field(default=0, init=False)  # by coroutines, retried ones too
-    # Looked up once: a look-up per sample takes 5 % of the time of a small one.
+    # Looked up once: for small samples, a look-up each would take 5 % of the time.
     get: Callable[[Any], Any] = field(init=False)
     get_batch: Callable[[Any], Any] | None = field(init=False, default=None)
-    # Whether a plain wrapper of an async dataset returns awaitables.
+    # Whether a plain ``__getitem__`` of an async dataset returns awaitables.
     _is_wrapped: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
@@ -175,7 +175,7 @@ class BatchMaker(Recipe):
             self.get_batch = partial(UnreadSamples, tensors)
 
     def begin_epoch(self, epoch: int, dataset_epoch: tuple[int, int | None]) -> None:
-        """Switch a worker to an epoch; call ``set_epoch`` of its dataset if needed."""
+        """Start an epoch in a worker; call its dataset's ``set_epoch`` if needed."""
         self.epoch = epoch
         if dataset_epoch != self.dataset_epoch:
             set_epoch_of(self.dataset, dataset_epoch[1])
@@ -190,13 +190,13 @@ class BatchMaker(Recipe):
         return task
 
     def reader_keys(self, reader: int = 0, readers: int = 1) -> SampleKeys | None:
-        """Return the keys of a reader's batches, by number in that reader."""
+        """Return ``SampleKeys`` for one reader's batch numbers; None: no seeding."""
         if self.keys is None:
             return None
         return partial(_keys_of_reader, self.keys, self.part.rank, reader, readers)
 
     def leave_generators(self) -> None:
-        """Do not seed the generators: the user's code does."""
+        """Stop seeding the generators, because the user's code seeds them."""
         self.around, self.reseed = nullcontext, None
         self.seed = self.seed_async = None
 
@@ -208,14 +208,14 @@ class BatchMaker(Recipe):
         *,
         seeded: bool = True,
     ) -> BatchResult:
-        """Make one batch in this thread, in plain code; return errors as its result.
+        """Make a batch by plain code in this thread; an error becomes its result.
 
         Args:
-            task: The batch.
-            read: Reads its samples: ``read`` of this maker, or ``pull`` of a stream;
-                None if ``task`` has them.
-            enter: Called with the name of each stage after the first.
-            seeded: Whether user code runs, which may use random numbers.
+            task: The batch to make.
+            read: Reads its samples: this maker's ``read`` or a stream's ``pull``. None
+                if ``task`` has its samples.
+            enter: Called with the name of each stage after the read.
+            seeded: Whether to seed generators, because user code runs.
         """
         clocks = thread_clocks(task.number, self.last_seconds)
         outer = UNDER_WAY.get()
@@ -246,7 +246,7 @@ class BatchMaker(Recipe):
     def fetch(
         self, task: BatchTask, read: Callable[[BatchTask], object]
     ) -> BatchResult | None:
-        """Read the samples of ``task`` in this thread; return an error or the end."""
+        """Read a batch's samples in this thread; return its result if it is known."""
         outer = UNDER_WAY.get()
         try:
             UNDER_WAY.set(self)
@@ -259,7 +259,7 @@ class BatchMaker(Recipe):
         return task.result
 
     def read(self, task: BatchTask, pause: Pause = time.sleep) -> None:
-        """Read the samples of ``task``; ``pause`` sleeps between attempts."""
+        """Read the samples of ``task`` by plain code; ``pause`` sleeps in between."""
         task.began = perf_counter()
         self.policy.begin(len(task.indices))
         if self.initial_states:
@@ -291,7 +291,7 @@ class BatchMaker(Recipe):
 
     def _read_each(self, task: BatchTask, pause: Pause) -> None:
         get, samples = self.get, list[Any]()
-        task.samples = samples  # at once: a timeout's error names missing samples
+        task.samples = samples  # set now: a timeout's error names missing samples
         seed = self.seed if task.sample_keys is not None else None
         for index in task.indices:
             try:
@@ -299,7 +299,7 @@ class BatchMaker(Recipe):
                     seed(task, len(samples), 0)
                 samples.append(get(index))
             except BaseException as error:  # retried, or the policy decides
-                # An interrupt may come when the last one has just been appended.
+                # An interrupt may come just after the last sample was appended.
                 position = min(len(samples), len(task.indices) - 1)
                 retrying = self._read_retrying(task, position, pause, error)
                 samples.append(run_now(retrying))
@@ -351,7 +351,7 @@ class BatchMaker(Recipe):
         return collates_quickly(self.collate_fn, samples)
 
     def _kept_samples(self, task: BatchTask) -> Any:
-        """Return the samples that were not skipped; ``SKIP`` if all were."""
+        """Begin to collate: return the samples not skipped, or ``SKIP`` if none."""
         task.stage, task.transformed = "collate", perf_counter()
         samples, is_empty = task.samples, False
         if type(samples) is list and (self.policy.count or not self.reads):
@@ -369,14 +369,14 @@ class BatchMaker(Recipe):
         return SKIP if is_empty else samples
 
     def _masked(self, task: BatchTask, batch: Any) -> tuple[Any, torch.Tensor]:
-        """Return a batch with its mask, which is False for padding."""
+        """Return a batch and its mask: True for real samples, False for padding."""
         samples = task.samples if type(task.samples) is list else task.indices
         real = len(samples) - task.padding
         mask = [k < real for k, sample in enumerate(samples) if sample is not SKIP]
         return batch, torch.tensor(mask if self.batched else mask[0])
 
     def add_state(self, task: BatchTask, result: BatchResult) -> BatchResult:
-        """Add the state of a map-style dataset, if it has one, to a result."""
+        """Add a stateful map-style dataset's state to a result; return the result."""
         if not self.keeps_state or result.error is not None:
             return result
         try:
@@ -397,16 +397,16 @@ class BatchMaker(Recipe):
         """Await the coroutines of one batch on this loop.
 
         Args:
-            task: The batch; its reads and transforms come before those of later ones.
-            fetchers: Run the coroutines of its samples.
-            call: Awaits plain code in a thread.
-            read: Reads its samples there; None: coroutines do, or ``task`` has them.
+            task: The batch. Fetchers start its samples before those of later batches.
+            fetchers: The pool that runs the coroutines of its samples.
+            call: Awaits plain code that runs in a thread.
+            read: Reads its samples there if plain code does; None: ``task`` has them.
 
         Returns:
-            The result, which may be an error; None: the rest is plain, for ``make``.
+            The result, which may be an error; None if ``make`` must do the rest.
         """
         try:
-            is_transformed = False  # each sample after its read
+            is_transformed = False  # whether each sample was, after its read
             if self.reads_async:
                 is_transformed = await self._aread(task, fetchers)
             elif read is not None:
@@ -426,7 +426,7 @@ class BatchMaker(Recipe):
             return BatchResult(error=error)
 
     async def _aread(self, task: BatchTask, fetchers: "FetcherPool") -> bool:
-        """Read the samples of ``task``; return True if one by one (``_fetch``)."""
+        """Read the samples of ``task``; return whether ``_fetch`` read each one."""
         self.policy.begin(len(task.indices))
         if self.initial_states:
             self._load_initial_state(task)
@@ -445,7 +445,7 @@ class BatchMaker(Recipe):
         return True
 
     async def _fetch(self, task: BatchTask, position: int) -> None:
-        """Read one sample; an async transform follows immediately."""
+        """Read one sample; apply an async transform to it immediately."""
         if self.seed_async is not None:
             self.seed_async(task, position, 0)
         try:
@@ -471,7 +471,7 @@ class BatchMaker(Recipe):
         task.samples[position] = sample
 
     async def _acollate(self, task: BatchTask) -> BatchResult:
-        """Do as ``collate``, with a coroutine function."""
+        """Collate like ``collate``, but await an async ``collate_fn``."""
         samples = self._kept_samples(task)
         if samples is SKIP:
             return BatchResult(is_empty=True)
@@ -500,8 +500,8 @@ class BatchMaker(Recipe):
     ) -> Any:
         """Read a sample, retrying as ``retry`` says; return it or its replacement.
 
-        ``error`` is that of the first attempt, if it was made. Position -1 reads all of
-        ``task`` with ``__getitems__``, and returns ``MISSING`` if each sample must be
+        ``error``: the first attempt's, if the caller has made it. Position -1 reads the
+        whole batch with ``__getitems__``; it returns ``MISSING`` if each sample must be
         read separately, so that the policy can skip some.
         """
         delays: Iterator[float] = iter(self.retry.delays() if self.retry else ())
@@ -537,7 +537,7 @@ class BatchMaker(Recipe):
     async def _read_once(
         self, task: BatchTask, position: int, pause: Pause | None
     ) -> Any:
-        """Read a sample, or all of ``task`` (-1), in a thread or on the loop."""
+        """Make one attempt to read a sample, or the whole batch (position -1)."""
         is_whole = position < 0
         get: Any = self.get_batch if is_whole else self.get
         index = task.indices if is_whole else task.indices[position]
@@ -572,7 +572,7 @@ class BatchMaker(Recipe):
     def resolve(
         self, stage: str, task: BatchTask, position: int, error: BaseException
     ) -> Any:
-        """Return the replacement of a failed sample, or raise, by the policy."""
+        """Apply the policy to a failed sample: return its replacement, or raise."""
         if self.side_loop.is_closed:
             raise error  # the iteration is over
         failure = Failure(
@@ -593,7 +593,7 @@ class BatchMaker(Recipe):
     def _batch_error(
         self, stage: str, task: BatchTask, error: BaseException
     ) -> BaseException:
-        """Return the error to raise for ``error`` of a whole batch, with a note."""
+        """Return the error to raise for a whole batch's ``error``, with a note."""
         error = raisable(error, _SOURCES.get(stage, stage))
         return noted(error, self.stage_note(stage, task))
 

@@ -22,13 +22,13 @@ class BatchResult:
     is_empty: bool = False  # every sample was skipped: there is no batch
     is_end: bool = False  # the stream had ended
     has_ended: bool = False  # its reader had ended; other readers may have more
-    state: Any = None  # the state of its reader (sampler or stream) after it, if known
-    # Class attributes unless set, so that the constructor is quick.
+    state: Any = None  # its reader's (sampler's or stream's) state after it, if known
+    # These stay class attributes until they are set: the constructor is quicker.
     attempted: int = field(default=0, init=False)  # samples that a worker tried
     failures: Sequence[Any] = field(default=(), init=False)  # skipped, or replaced
     retries: int = field(default=0, init=False)  # of a worker, since its last result
     # Of a stateful map-style dataset: the worker whose copy was read (0 for this
-    # process), and the state of that copy after it.
+    # process), and the state of that copy after the batch.
     dataset: tuple[int, Any] | None = field(default=None, init=False)
     made: BatchTimes = field(default=NOT_MADE, init=False)
     worker: int = field(default=0, init=False)  # number of the worker that made it
@@ -40,7 +40,7 @@ class BatchTask:
     """One batch being made; owned by the stage that works on it."""
 
     number: int  # position in the epoch, from 0
-    indices: Sequence[Any]  # the sampler's; of a stream, positions
+    indices: Sequence[Any]  # from the sampler; for a stream, positions
     key: int | None = None  # seeds the generators for its plain code
     # If each sample has its own seed: the epoch's seed, the position of the first
     # sample in the epoch, and the step to the next.
@@ -49,32 +49,32 @@ class BatchTask:
     # Samples so far, with ``MISSING`` where one is still being read; or the result of
     # ``__getitems__``, of any type.
     samples: Any = field(default_factory=list)
-    # Class attributes unless set. The stage: "fetch", "transform", "collate", "pool".
+    # Class attributes until set. The stage: "fetch", "transform", "collate", "pool".
     stage: str = field(default="fetch", init=False)
     turn: int = field(default=0, init=False)  # its priority in a ``FetcherPool``
     result: BatchResult | None = field(default=None, init=False)  # once it is known
     missing: int = field(default=0, init=False)  # samples skipped, or after the end
     failures: Sequence[Any] = field(default=(), init=False)  # skipped, or replaced
-    extra: int = field(default=0, init=False)  # tried by a stream beyond ``indices``
+    extra: int = field(default=0, init=False)  # tried by a stream, minus ``indices``
     state: Any = field(default=None, init=False)  # as in ``BatchResult``
     # These and ``spent``: as in ``BatchTimes``.
     began = read = started = transformed = collated = busy = 0.0
     spent: RunTimes = field(default=_NO_TIMES, init=False)
-    again: bool = field(default=False, init=False)  # repeats a stream's beginning
+    again: bool = field(default=False, init=False)  # repeats a stream's first samples
 
     @property
     def size(self) -> int:
         return len(self.indices) - self.missing
 
     def made(self) -> BatchTimes:
-        """Return the times of its steps; those still to come are 0."""
+        """Return the times of the batch's steps; 0 for steps still to come."""
         started = self.started or self.transformed  # without a transform
         times = self.began, self.read, started, self.transformed, self.collated
         return *times, self.busy, *self.spent
 
 
 def shorten(indices: Sequence[Any]) -> str:
-    """Return up to eight indices as text."""
+    """Return the first eight indices as text; if there are more, also their number."""
     shown = ", ".join(repr(index) for index in indices[:8])
     more = f", … ({len(indices)} in all)" if len(indices) > 8 else ""
     return f"[{shown}{more}]"
@@ -88,9 +88,9 @@ def stage_note(stage: str, epoch: int, batch: int, indices: Any) -> str:
 
 @dataclass(eq=False, repr=False)
 class Window:
-    """How many batches may be in flight."""
+    """The limits on the batches in flight of one iteration."""
 
-    batches: int  # with ``samples``, on top of the batches for these
+    batches: int  # with ``samples``, in addition to those for them
     samples: int = 0  # to have in flight, in batches of any size; 0: count batches
     is_lazy: bool = False  # whether a batch only starts while its consumer waits for it
     runs: bool = False  # whether fast batches are requested in runs (``RUN_SECONDS``)

@@ -1,7 +1,7 @@
-"""Streams of unknown length whose ranks deliver the same number of batches.
+"""Equal numbers of batches on all ranks, for streams of unknown length.
 
-``EvenedQueue`` delivers a batch once all ranks have it (``"drop"``), or immediately
-(``"wrap"``, ``"pad"``). ``EvenedFeed`` then repeats batches until the last rank ends.
+With ``tail="drop"``, ``EvenedQueue`` delivers a batch once all ranks have it. Otherwise
+it delivers at once, and ``EvenedFeed`` repeats batches until the last rank ends.
 """
 
 import contextlib
@@ -18,10 +18,10 @@ _NEWS: Final = -1
 
 
 class EvenedQueue(ReadyQueue):
-    """A queue that holds batches until the other ranks have as many.
+    """A queue that ends together with the queues of the other ranks.
 
-    It owns ``rounds``, the ``EpochEndRounds`` of the stream. Batches numbered in
-    ``dropped`` are made but neither delivered nor counted.
+    ``rounds``: the stream's ``EpochEndRounds``, which the queue owns. ``dropped``: the
+    numbers of batches that are made but neither delivered nor counted.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class EvenedQueue(ReadyQueue):
         self.end, self.rounds = SharedEnd(pads), rounds
         self._dropped = dropped
         self._readers = readers
-        self._errors: list[Exception] = []  # of the rounds; raised once they are needed
+        self._errors: list[Exception] = []  # of rounds; raised when counts are needed
         self._has_news = False  # the consumer must check the end again
         self._repeats = False
         self._empty_repeats = 0  # repeated requests in a row that found no samples
@@ -53,7 +53,7 @@ class EvenedQueue(ReadyQueue):
         return self.end.may_pass() or not self._is_batch(*self._items[0])
 
     def _is_batch(self, number: int, result: BatchResult) -> bool:
-        """Tell whether the ranks count a result as a batch; an error is one."""
+        """Tell whether a result counts as a batch of this rank; an error does."""
         return not (result.is_empty or result.is_end or number in self._dropped)
 
     def begin(self) -> None:
@@ -61,19 +61,19 @@ class EvenedQueue(ReadyQueue):
         self.rounds.begin(self.end, self._on_counts)
 
     def end_here(self) -> None:
-        """Note that this rank has no more batches."""
+        """Report to the other ranks that this one has no more batches. Idempotent."""
         if not (self.end.has_ended or self.end.is_over()):
             self.end.has_ended = True
             self.rounds.note()
 
     def repeat(self, first: int) -> None:
-        """Expect repeated batches from number ``first``; no request is in flight."""
+        """Expect repeated batches from ``first`` on. No request may be in flight."""
         self._next, self._repeats = first, True
 
     def put(self, number: int, result: BatchResult, *, wakes: bool = True) -> None:
-        """Add a result, and count its batch."""
+        """Add a result; count its batch, and report the count when it is due."""
         is_counted = self._is_batch(number, result) and not self.end.has_ended
-        if is_counted:  # before the consumer sees it, which may then end
+        if is_counted:  # before the consumer sees it and may end
             with self.lock:
                 self.end.made += 1
         super().put(number, result, wakes=wakes)
@@ -84,7 +84,7 @@ class EvenedQueue(ReadyQueue):
                 self._wake_consumer()
 
     def pop_nowait(self) -> tuple[int, BatchResult] | None:
-        """Take the next item that may be delivered, or None."""
+        """Take the next item that may be delivered, or ``_NEWS``; None: nothing yet."""
         end = self.end
         if not self._items:
             self.collect()
@@ -127,7 +127,7 @@ class EvenedQueue(ReadyQueue):
         return False
 
     def _on_counts(self, error: Exception | None) -> None:
-        """Wake the consumer after a round: new counts of the ranks, or an error."""
+        """Wake the consumer after a round, which brings new counts or an error."""
         if error is not None:
             self._errors.append(error)
         if self.end.has_ended or self.end.is_over():
@@ -141,7 +141,7 @@ class EvenedQueue(ReadyQueue):
 
 
 class EvenedFeed(AheadFeed):
-    """A feed that ends when all ranks have agreed on the end."""
+    """A feed that ends when all ranks have agreed on the end of the epoch."""
 
     @property
     def _queue(self) -> EvenedQueue:
@@ -163,7 +163,7 @@ class EvenedFeed(AheadFeed):
         return number != _NEWS and super()._accept(number, *result)
 
     def _may_end(self) -> bool:
-        """Tell whether all ranks have ended; repeat batches until then."""
+        """Tell whether all ranks agree on the end; request repeats until then."""
         queue, end = self._queue, self._queue.end
         queue.end_here()
         lacking = end.lacking()

@@ -1,7 +1,7 @@
-"""Fetchers: long-lived tasks on a loop that read samples, the earliest batch's first.
+"""Fetchers: long-lived tasks on a loop that read samples, batch by batch.
 
-Samples of several batches are in flight at once: an idle fetcher takes the next sample,
-whatever its batch. A task per sample would cost ten times as much.
+Samples of several batches may be in flight: an idle fetcher takes the next sample of
+the earliest batch that has one. A task per sample would cost ten times as much.
 """
 
 import asyncio
@@ -19,12 +19,12 @@ from aioloader._pipeline.batch_task import BatchTask
 
 # One in this many samples of a batch is timed.
 _TIMED_EVERY = 8
-# Also timed are jobs that start while at most one in this many fetchers is busy; at
-# most so many.
+# Jobs that start while at most one in ``_FEW`` fetchers is busy are timed, too, up to
+# ``_MAX_ALONE`` of them.
 _FEW, _MAX_ALONE = 8, 64
-RESERVE = 64  # idle fetchers that are kept: fewer would soon be started again
+RESERVE = 64  # idle fetchers to keep: others would soon be started in their place
 FetchJob: TypeAlias = Callable[[BatchTask, int], Awaitable[Any]]
-# Maps a job's start, and whether all fetchers are busy, to how many may run.
+# Maps a job's start time, and whether all fetchers are busy, to the new pool size.
 Tune: TypeAlias = Callable[[float, bool], int]
 
 
@@ -40,31 +40,31 @@ class FetchJobs:
     taken: int = 0  # how many have started
     error: BaseException | None = None
     began: float = 0.0  # when the first one started
-    busy: float = 0.0  # estimated seconds of all, added up
+    busy: float = 0.0  # estimated seconds of all jobs together
     result: Any = None  # of the job that ended last
 
 
 class FetcherPool:
-    """Run jobs, at most ``size`` at a time, on the running loop.
+    """Tasks that run jobs on the running loop, at most ``size`` at a time.
 
-    Fetchers start on demand. ``tune`` is called after each job to change ``size``.
+    Fetchers start on demand. After each job, ``tune`` returns the new ``size``.
     """
 
     def __init__(self, size: int, tune: Tune | None = None) -> None:
         self.reserve = RESERVE  # how many idle fetchers are kept; the others end
         self._loop = asyncio.get_running_loop()
-        # Not the context of the code that submits a batch, maybe another library's.
+        # Copied here: a batch may be submitted in another library's context.
         self._context = contextvars.copy_context()
         self._size = size
         self._tune = tune
         self.alone: list[float] = []  # seconds of jobs that started while few ran
-        self._few = max(1, size // _FEW)  # at most so many; 0: enough were timed
+        self._few = max(1, size // _FEW)  # jobs that are few; 0: enough were timed
         self._running = 0
         self._turns = itertools.count(1)  # of batches, in order of their first jobs
         self._queue: list[tuple[int, FetchJobs]] = []  # sorted
         self._idle: list[asyncio.Future[None]] = []
         self._fetchers = 0
-        # With some that have ended: a callback for each would cost a step of the loop.
+        # Some have ended: a callback that drops each would cost a step of the loop.
         self._tasks: set[asyncio.Task[None]] = set()
         self._max_tasks = RESERVE  # above it, ended tasks are dropped
         self._is_closed = False
@@ -72,7 +72,7 @@ class FetcherPool:
     async def run(self, task: BatchTask, job: FetchJob, count: int) -> FetchJobs:
         """Run ``job`` for the first ``count`` positions of ``task``.
 
-        Raise the first error; jobs in the queue are then dropped.
+        Raise the first error; jobs of ``task`` still in the queue are then dropped.
         """
         jobs = FetchJobs(task, job, count, self._loop.create_future(), count)
         if count:
@@ -89,7 +89,7 @@ class FetcherPool:
         return jobs
 
     def spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
-        """Start a task next to the fetchers; it is cancelled with them."""
+        """Start a task that ``aclose`` cancels together with the fetchers."""
         if self._is_closed:
             work.close()
             return
@@ -104,7 +104,7 @@ class FetcherPool:
         self._is_closed = True
         tasks = [task for task in self._tasks if not task.done()]
         for task in tasks:
-            if not task.cancelling():  # else the end of the caller's loop did
+            if not task.cancelling():  # else the end of the caller's loop has
                 task.cancel()
         if tasks:
             asyncio.get_running_loop()  # raises if this is collected after its loop
@@ -116,7 +116,7 @@ class FetcherPool:
         self._queue.clear()
 
     def _wake(self, jobs: int) -> None:
-        """Wake or start a fetcher per job, within ``size``."""
+        """Wake or start one fetcher per job, up to ``size`` fetchers."""
         while jobs and self._idle:
             waiting = self._idle.pop()
             if not waiting.done():
@@ -128,7 +128,7 @@ class FetcherPool:
             self.spawn(self._run(), "aioloader fetcher")
 
     async def _run(self) -> None:
-        """Run jobs while there are any; an error ends a batch, not the fetcher."""
+        """Run jobs as one fetcher; a job's error ends its batch, not the fetcher."""
         queue, tune = self._queue, self._tune
         # User code may have swallowed the cancellation, which comes only once.
         while not self._is_closed and self._fetchers <= self._size:
@@ -166,7 +166,7 @@ class FetcherPool:
     def _record(
         self, jobs: FetchJobs, position: int, seconds: float, *, is_alone: bool
     ) -> None:
-        """Record how long a job took, and assume it of the untimed ones after it."""
+        """Record a job's seconds; assume as many for the untimed jobs after it."""
         if not position % _TIMED_EVERY:
             jobs.busy += seconds * min(_TIMED_EVERY, jobs.count - position)
         if is_alone:
@@ -175,7 +175,7 @@ class FetcherPool:
                 self._few = 0
 
     async def _idle_until_woken(self) -> bool:
-        """Wait to be woken; return False at once if enough fetchers are idle."""
+        """Wait to be woken; return False immediately if enough fetchers are idle."""
         if len(self._idle) >= self.reserve:
             return False
         waiting = self._loop.create_future()
@@ -184,7 +184,7 @@ class FetcherPool:
         return True
 
     def _fail(self, jobs: FetchJobs, error: BaseException) -> None:
-        """End the jobs of a batch, unless an earlier error has ended them."""
+        """End a batch's jobs with their first error; re-raise a cancellation."""
         if ends_task(error):
             raise error
         if not jobs.ended.done():

@@ -1,4 +1,4 @@
-"""Feeds that make batches in the caller's thread: streams, transforms, tensors."""
+"""Feeds that make batches in the caller's thread, without a pipeline."""
 
 from collections.abc import Callable, Iterator
 from time import perf_counter
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 
 class InlineFeed(Feed):
-    """Make one batch at a time in the caller's thread; all user code is plain.
+    """A feed that makes each batch in the caller's thread; user code is plain.
 
-    It owns a lease on ``runner``, which enters the lifespan.
+    The feed owns a lease on ``runner``, if any, which enters the lifespan.
     """
 
     def __init__(self, epoch: Epoch, maker: BatchMaker, runner: Runner | None) -> None:
@@ -73,7 +73,7 @@ class InlineFeed(Feed):
 
 
 class GatherFeed(Feed):
-    """Gather each batch of strided CPU tensors; quick enough for an event loop."""
+    """A feed that gathers rows of strided CPU tensors, quickly enough for a loop."""
 
     _as_lists = False
 
@@ -94,7 +94,7 @@ class GatherFeed(Feed):
         except BaseException as error:
             self._progress.fail(number)
             if isinstance(error, IndexError):
-                # Raise torch's error again, which names the index.
+                # Index one by one: then torch's error names the index.
                 [tensor[index] for tensor in self._tensors for index in chunk]
             raise
         taken = perf_counter()

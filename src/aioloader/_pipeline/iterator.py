@@ -1,8 +1,8 @@
 """The iterator that ``iter(loader)`` and ``aiter(loader)`` return.
 
-Nothing in the pipeline refers to the iterator, and no frame of a traceback holds it:
-dropping it (``break``, an exception) releases the pipeline at once, without a garbage
-collection.
+Nothing in the pipeline refers to the iterator, and no frame of a traceback holds it.
+Dropping the iterator (by ``break`` or an exception) therefore releases the pipeline
+immediately, without a garbage collection.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ _HINT = (
 
 
 class BatchIterator(OneIteration, Generic[Batch]):
-    """Batches of one epoch, for ``for`` or for ``async for``.
+    """An iterator over the batches of one epoch, for ``for`` or ``async for``.
 
     Worker processes start with the iterator; threads, tasks and reads of this process
     start with the first step. Leaving the loop early releases everything in the
@@ -51,11 +51,11 @@ class BatchIterator(OneIteration, Generic[Batch]):
     not end the iteration.
 
     Args:
-        core: Takes the steps, so that no frame of a step holds the iterator.
+        core: Takes the steps; its frames do not hold the iterator.
         length: Returns the number of batches of an epoch.
         base_seed: The epoch's seed; None if it is not drawn yet.
-        is_async: Whether ``aiter`` made it. A plain iterator may make batches in the
-            thread that calls ``next``, so tasks must not.
+        is_async: Whether ``aiter`` made the iterator. A plain one may run user code in
+            the thread that calls ``next``, so tasks must not use it.
     """
 
     def __init__(
@@ -112,13 +112,13 @@ class BatchIterator(OneIteration, Generic[Batch]):
             feed.close()
 
     async def aclose(self) -> None:
-        """Do as ``close``, without blocking the loop."""
+        """End the iteration like ``close``, without blocking the event loop."""
         feed = self._core.end()
         if feed is not None:
             await feed.aclose()
 
     def dismiss(self) -> None:
-        """Start ending the iteration; ``close`` and ``aclose`` wait for it."""
+        """Start to end the iteration; ``close`` and ``aclose`` wait for its end."""
         feed = self._core.end()
         if feed is not None:
             feed.dismiss()
@@ -141,19 +141,19 @@ class BatchIterator(OneIteration, Generic[Batch]):
 
     @property
     def counters(self) -> "Counters | None":
-        """The counters of the iteration, once it has started."""
+        """The counters of the iteration; None before its first step."""
         feed = self._core.feed
         return None if feed is None else feed.counters
 
     def is_under_way(self) -> bool:
-        """Tell whether it has started and is neither finished nor closed."""
+        """Tell whether the iteration has started and not finished or closed."""
         feed = self._core.feed
         return feed is not None and not feed.is_finished
 
 
 @dataclass(eq=False, repr=False)
 class IteratorCore:
-    """The steps of an iterator, apart from it so that no frame of a step holds it."""
+    """The steps of a ``BatchIterator``; their frames do not hold the iterator."""
 
     # Makes the feed, once, and claims a loaded state for this object.
     prepare: "Callable[[IteratorCore], Feed] | None"
@@ -161,7 +161,7 @@ class IteratorCore:
     # Modules that the feed needs. Importing them takes tens of milliseconds, so async
     # consumers import them in a thread.
     engine: tuple[str, ...] = ()
-    check: Callable[[int], None] | None = None  # called with the batches delivered
+    check: Callable[[int], None] | None = None  # gets the number of batches delivered
     feed: "Feed | None" = None  # once it has started
     prepared: "Feed | None" = None  # before it starts, if it has workers already
     # Whether this iteration alone may resume from its loaded state: until its first
@@ -170,13 +170,13 @@ class IteratorCore:
 
     def __post_init__(self) -> None:
         self._lock = fork_safe(threading.RLock())
-        # The loop of the consumer's tasks, the lock by which they get batches in the
-        # order of their calls, and an item per task that holds it or waits for it.
+        # The loop of the consumer's tasks; the lock that gives them batches in order of
+        # their calls; and an item per task that holds the lock or waits for it.
         self._turns: tuple[object, asyncio.Lock, list[None]]
         self._turns = (None, asyncio.Lock(), [])
 
     def next(self) -> Any:
-        """Take a step; without a ``check``, later steps call the feed directly."""
+        """Return the next batch; without ``check``, later calls go to the feed."""
         try:
             feed = self.feed or self.begin()
             if feed is None:
@@ -189,7 +189,7 @@ class IteratorCore:
         return batch
 
     async def next_async(self, iterator: object) -> Any:
-        """Take a step; keep ``iterator`` alive until it ends."""
+        """Return the next batch; keep ``iterator`` alive until this call ends."""
         feed: Any = self.feed
         try:
             if feed is None:
@@ -225,7 +225,7 @@ class IteratorCore:
             queue.pop()
 
     def begin(self) -> "Feed | None":
-        """Return the feed; the first call makes it. None if it was closed before."""
+        """Return the feed, which the first call makes; None if closed before."""
         with self._lock:
             prepare = self.prepare
             if self.feed is None and prepare is not None:
@@ -244,14 +244,14 @@ class IteratorCore:
             return self.feed
 
     def prepare_now(self) -> "Feed":
-        """Make the feed before the first step, so that its workers start."""
+        """Make and return the feed before the first step, to start its workers."""
         assert self.prepare is not None
         import_modules(self.engine)
         self.prepared = self.prepare(self)
         return self.prepared
 
     def end(self) -> "Feed | None":
-        """Prevent a later start; return the feed to close, if there is one."""
+        """Prevent a later start; return the feed to close, or None."""
         self.prepare, self.is_held = None, False
         return self.prepared or self.feed
 
@@ -263,7 +263,7 @@ class IteratorCore:
 
 
 def length_check(loader: Any) -> Callable[[int], None]:
-    """Return torch's check of a stream that delivers more than its length."""
+    """Return torch's check: warn if a stream delivers more than its length."""
     expected = loader._IterableDataset_len_called  # noqa: SLF001  (torch's name)
     dataset, hint = loader.dataset, _HINT * bool(loader.num_workers)
 

@@ -13,15 +13,15 @@ from aioloader._pipeline.ready import ResultReader
 
 
 class LastingPool(Pool, ResultReader):
-    """Workers that may outlive an iteration; a ``PoolHandle`` refers to them."""
+    """A pool whose workers may outlive an iteration; ``PoolHandle`` refers to it."""
 
     @abc.abstractmethod
     def is_open(self) -> bool:
-        """Tell whether they take tasks."""
+        """Tell whether the workers accept tasks."""
 
     @abc.abstractmethod
     def end(self) -> None:
-        """End them in the background; from any thread, and finalizers."""
+        """End the workers in the background; safe in any thread and finalizer."""
 
     def close(self) -> None:
         """Release this process's resources; called when the handle is collected."""
@@ -32,10 +32,10 @@ class LastingPool(Pool, ResultReader):
 class PoolHandle(Pool):
     """One iteration's handle on workers that may outlive it.
 
-    Once they have started, the pipeline's calls go to them directly.
+    Once the workers have started, the pipeline's calls go to their pool directly.
     """
 
-    start: Callable[[], LastingPool]  # starts workers, or returns those kept
+    start: Callable[[], LastingPool]  # starts workers, or returns kept ones
     _: KW_ONLY
     reads: bool
     keep: bool  # whether the workers outlive the iteration and serve the next ones
@@ -48,7 +48,7 @@ class PoolHandle(Pool):
         self._lock = fork_safe(threading.RLock())
 
     def open(self, pipeline: Pipeline) -> None:
-        """Start the workers or find the kept ones; may take long. Idempotent."""
+        """Start workers or reuse kept ones; may take long. Idempotent."""
         if self._is_begun:
             return
         self._is_begun = True
@@ -66,7 +66,7 @@ class PoolHandle(Pool):
             if self.has_result_reader and not self._is_over:
                 pipeline.ready.result_reader = pool
             if not self.keep:
-                # A consumer that waits for their end joins them before this runs.
+                # A consumer that waits for the workers' end joins them before this.
                 weakref.finalize(self, pool.close)
                 if self._is_over:
                     pool.end()
@@ -87,5 +87,5 @@ class PoolHandle(Pool):
                 pool.end()
 
     def join(self) -> bool:
-        """Wait for the workers to end, unless they are kept."""
+        """Wait for the workers to end, unless kept; return False after a timeout."""
         return self.keep or self._pool is None or self._pool.join()

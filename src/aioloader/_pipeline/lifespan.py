@@ -1,8 +1,8 @@
 """The context manager of a dataset's resources, entered where samples are read.
 
-The user's ``lifespan=`` returns it; the loader never enters the dataset itself. It is
-left without an exception, however the iteration ends, so that code after a bare
-``yield`` runs.
+The user's ``lifespan=`` function returns it; the loader never enters the dataset
+itself. However the iteration ends, the context manager exits without an exception, so
+that code after a bare ``yield`` runs.
 """
 
 import contextlib
@@ -45,7 +45,7 @@ class Lifespan:
         self._loop_stack = contextlib.AsyncExitStack()
 
     def enter(self) -> None:
-        """Enter a plain context manager in this thread, which has no event loop."""
+        """Enter a plain context manager in this thread; refuse an async one."""
         if self._make is None:
             return
         try:
@@ -54,14 +54,14 @@ class Lifespan:
             raise _noted(error, "entering")  # noqa: B904  (it keeps its cause)
 
     def leave(self) -> None:
-        """Undo ``enter``, in the same thread."""
+        """Exit the context manager, in the thread that entered it."""
         try:
             self._stack.close()
         except BaseException as error:
             raise _noted(error, "leaving")  # noqa: B904  (it keeps its cause)
 
     async def enter_async(self, thread: Executor) -> None:
-        """Enter on this loop, or a plain manager in ``thread`` if plain code reads."""
+        """Enter on this loop, or in ``thread`` if manager and reads are plain."""
         make = self._make
         manager: Any = None
         try:
@@ -70,7 +70,7 @@ class Lifespan:
             if make is not None and reads_on_loop(self._dataset):
                 manager = self._made(make)
             elif make is not None:
-                # First: the thread completes a cancelled entry. Both in one context.
+                # Pushed first: a cancelled entry still completes. Both share a context.
                 run = context_elsewhere().run
                 call = partial(in_thread, run, executor=thread, abandon_on_cancel=True)
                 self._loop_stack.push_async_callback(call, self._stack.close)
@@ -85,7 +85,7 @@ class Lifespan:
             raise _noted(error, "entering")  # noqa: B904  (it keeps its cause)
 
     async def leave_async(self) -> None:
-        """Undo ``enter_async``, on the same loop and in the same thread."""
+        """Exit what ``enter_async`` entered, on the same loop and thread."""
         try:
             await self._loop_stack.aclose()
         except BaseException as error:
@@ -94,7 +94,7 @@ class Lifespan:
             raise _noted(error, "leaving")  # noqa: B904  (it keeps its cause)
 
     def _enter_plain(self, make: MakeLifespan) -> Any:
-        """Enter a plain context manager in this thread; return an async one."""
+        """Make the manager; enter a plain one in this thread, return an async one."""
         manager = self._made(make)
         if not hasattr(manager, "__enter__"):
             return manager
@@ -127,7 +127,7 @@ def check_lifespan(make: Any, dataset: Any, transform: Any, collate_fn: Any) -> 
 
     Raises:
         TypeError: If it is not a function that returns a context manager.
-        ValueError: If it returns an async one, and everything else is plain.
+        ValueError: If it returns an async one, but no event loop runs for it.
     """
     # A context manager made by contextlib is callable, too: it is a decorator.
     decorators = contextlib.ContextDecorator, contextlib.AsyncContextDecorator
@@ -159,10 +159,10 @@ def _makes_async(make: Any) -> bool:
 
 
 def reads_on_loop(dataset: Any) -> bool:
-    """Tell whether coroutines read ``dataset``."""
+    """Tell whether ``dataset`` is read on an event loop, by coroutines."""
     return kind_of(dataset) is Kind.ASYNC_ITERABLE or reads_async(dataset)
 
 
 def _noted(error: BaseException, action: str) -> BaseException:
-    """Return the error to raise for ``error`` of the user's code, with a note."""
+    """Return the error to raise for a lifespan's ``error``; note the ``action``."""
     return noted(raisable(error, "lifespan"), f"in stage 'lifespan', {action} it")

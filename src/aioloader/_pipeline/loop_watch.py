@@ -1,10 +1,10 @@
 """Measure the lag of an event loop that reads samples, and find what blocks it.
 
-A timer on the loop is due at regular intervals; the share of late timers is the share
-of time in which the loop was blocked. If that happens often, and a reader wants to know
-why, a thread samples what runs on the loop when a timer is overdue. It counts the
-coroutines that it sees twice in a row, but none while the loop's thread waits for a
-processor or for the GIL.
+A timer on the loop is due at regular intervals. The share of late timers approximates
+the share of time in which the loop was blocked. If timers are often late and a reader
+wants to know why, a thread samples what runs on the loop while a timer is overdue. It
+counts the coroutines that it sees twice in a row. It counts none while the loop's
+thread waits for a processor or for the GIL.
 """
 
 import asyncio
@@ -33,21 +33,21 @@ _INTERVAL = 0.02
 # Seconds that a timer may be late on a loop that is not blocked: loop clocks are
 # coarse, and other threads take the GIL.
 _TOLERANCE = 0.006
-# The thread starts after this many late timers within this many seconds in which the
-# loop was not blocked (an import blocks a loop only once), and ends after this many
-# seconds without one.
+# The sampling thread starts after ``_SUSPICIOUS`` late timers within ``_WITHIN``
+# seconds in which the loop was not blocked (an import blocks a loop only once). It ends
+# after ``_CALM`` seconds without a late timer.
 _SUSPICIOUS, _WITHIN = 5, 2.0
 _CALM = 1.0
-# The thread's interval in seconds; how many samples it takes to name a coroutine; and
-# after how many samples, for how many seconds, the thread ignores that loop.
+# The thread's interval in seconds; how many samples it needs to name a coroutine; after
+# how many samples of a loop it ignores the loop, and for how many seconds.
 _SAMPLE_EVERY = 0.003
 _MIN_SAMPLES = 5
 _MAX_SAMPLES, _PAUSE = 100, 10.0
 # Longer waits for the GIL, in seconds, mean that another thread holds it.
 _GIL_SECONDS = 0.002
-# Late timers whose lateness is kept.
+# How many late timers are remembered.
 _KEPT = 256
-# Missed timers that a late one counts for, at most: the loop may have been stopped.
+# The most missed timers to count with a late one: the loop may have been stopped.
 _MAX_MISSED = 50
 
 _COROUTINES = inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
@@ -56,37 +56,37 @@ _LOG = logging.getLogger("aioloader")
 
 
 class WatchCounts(NamedTuple):
-    """Counts of a watch since it was made."""
+    """The totals of a ``LoopWatch`` since it was created."""
 
     timers: int = 0  # how many timers were due, including missed ones
     late: int = 0  # how many of these were late
-    times: int = 0  # how often the loop was late, with the timers missed meanwhile
+    times: int = 0  # how many were late, without those missed meanwhile
     watched: float = 0.0  # seconds watched
     busy: float = 0.0  # seconds of these in which the loop's thread was ready to run
 
 
 class LoopWatch:
-    """The timer of one loop, which runs while samples are read there."""
+    """The lag timer of one event loop; it runs while samples are read there."""
 
     def __init__(self, *, is_callers: bool) -> None:
         self.is_callers = is_callers
         self.counts: WatchCounts = WatchCounts()
         self.due: float = 0.0  # when the timer is due, by ``time.monotonic``
         self.thread: int = 0  # the thread that runs the loop
-        self.native: int = 0  # the same, as the kernel numbers it
+        self.native: int = 0  # the kernel's number of that thread
         # How often each coroutine was sampled while the loop was blocked; ``""``: its
         # thread waited for a processor or the GIL.
         self.samples: Counter[str] = Counter()
         self._lateness: deque[float] = deque(maxlen=_KEPT)
-        # When timers were late: by the clock, and in seconds of an unblocked loop.
+        # When timers were late: by the clock, and in seconds without blocking.
         self._late_at = deque([(0.0, -math.inf)] * _SUSPICIOUS, maxlen=_SUSPICIOUS)
-        self._unblocked = 0.0  # seconds
+        self._unblocked = 0.0  # seconds in which the loop was not blocked
         self._readers: list[Counters] = []
         self._is_unseen = False  # often blocked, but no reader wants to know why
         self._ignored_until = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._clocks = 0.0, RunTimes()  # of the latest timer: wall, and the thread's
-        # Seconds until late timers: without waits for a processor; of computing.
+        # Seconds up to late timers: without waits for a processor; computing.
         self._late_seconds = self._late_cpu = 0.0
 
     @contextlib.contextmanager
@@ -108,7 +108,7 @@ class LoopWatch:
                 self._timer = None
 
     def lag(self, since: WatchCounts) -> LoopLag | None:
-        """Return how the loop was blocked after ``since``; None: no timer was due."""
+        """Return the loop's lag since the counts ``since``; None: no timer was due."""
         counts = self.counts  # before lateness: the loop's thread may add to both
         timers, late, times, watched, busy = map(operator.sub, counts, since)
         if not timers:
@@ -137,9 +137,9 @@ class LoopWatch:
         return self._is_asked() and not is_calm and now >= self._ignored_until
 
     def blame(self, code: CodeType | None) -> None:
-        """Count a sample of a coroutine; halve the counts and pause when they are many.
+        """Count a sample of a coroutine; after many, halve the counts and pause.
 
-        None: the thread waited for a processor or the GIL.
+        ``code`` is None if the loop's thread waited for a processor or the GIL.
         """
         name = "" if code is None else _name(code)
         self.samples[name] += 1
@@ -207,7 +207,7 @@ def watch_of(loop: asyncio.AbstractEventLoop, *, is_callers: bool) -> LoopWatch:
 
 
 def _sample(watch: LoopWatch) -> None:
-    """Have the thread sample a loop, too; start the thread if there is none."""
+    """Add a loop to those that the thread samples; start the thread if needed."""
     with _LOCK:
         # A forked child has a copy of the suspects, but not the thread.
         is_running = bool(_suspects) and all(thread.is_alive() for thread in _samplers)
@@ -220,7 +220,7 @@ def _sample(watch: LoopWatch) -> None:
 
 
 def _run() -> None:
-    """Sample the suspect loops until there are none."""
+    """Sample the suspect loops, as the thread's target, until there are none."""
     # The last sample, and the timers counted then. The same coroutine twice means one
     # long call, or many short ones between which the timer could not run.
     seen: dict[LoopWatch, tuple[CodeType, int]] = {}
@@ -254,7 +254,7 @@ def _run() -> None:
 
 
 def _sleep() -> float:
-    """Sleep until the next sample; return how long it then waited for the GIL."""
+    """Sleep until the next sample; return how long waking up waited for the GIL."""
     began, times = time.monotonic(), run_times()
     time.sleep(_SAMPLE_EVERY)
     late = time.monotonic() - began - _SAMPLE_EVERY
@@ -281,7 +281,7 @@ def _running(thread: int) -> CodeType | None:
 
 @cache
 def _installed() -> tuple[str, ...]:
-    """Return the folders of Python's own and of installed modules."""
+    """Return the folders of the standard library and of installed packages."""
     import sysconfig
 
     return tuple(map(sysconfig.get_path, ("stdlib", "purelib", "platlib")))

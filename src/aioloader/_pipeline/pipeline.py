@@ -1,4 +1,4 @@
-"""The pipeline of one iteration: takes requests and makes batches on its runner.
+"""The pipeline of one iteration: it takes requests and makes batches on a runner.
 
 Coroutines are awaited on the runner's loop, and plain code runs in its thread. Worker
 pools make whole batches, or transform and collate samples that were read here.
@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 
     from aioloader._pipeline.tuner import Tuner
 
-# Batches made within this many seconds are one run, and are delivered together; a run
-# has at most so many, and fewer while only an earlier epoch's pace is known.
+# Batches made within this many seconds form a run and are delivered together. A run has
+# at most ``_MAX_PER_RUN``, or fewer while only an earlier epoch's pace is known.
 RUN_SECONDS = 0.002
 _MAX_PER_RUN, _MAX_FIRST_RUN = 256, 16
 # How long coroutines read only the first batch, unless the consumer requests more:
@@ -56,26 +56,26 @@ _WATCH_AFTER = 0.02
 
 
 class Pool(abc.ABC):
-    """Workers that make batches, or transform and collate samples read here."""
+    """Workers that make batches from indices, or from samples the pipeline read."""
 
     reads: bool  # whether workers read the samples, too
     has_result_reader: bool = False  # whether it is a ``ResultReader``
     has_copies: bool = False  # whether each worker has a copy of a stateful dataset
 
     def open(self, pipeline: "Pipeline") -> None:  # noqa: B027  (a default)
-        """Start workers, or fail ``pipeline``; may take long. Idempotent."""
+        """Start workers; an error fails ``pipeline``. May take long. Idempotent."""
 
     @abc.abstractmethod
     def submit(self, pipeline: "Pipeline", task: BatchTask) -> None:
-        """Take a task; its result is passed to ``pipeline.deliver``."""
+        """Take a task; pass its result to ``pipeline.deliver`` or ``receive``."""
 
     @abc.abstractmethod
     def forget(self, pipeline: "Pipeline") -> None:
-        """Drop the requests of ``pipeline``, which has ended. Idempotent."""
+        """Drop the requests of ``pipeline``, which is ending. Idempotent."""
 
     @abc.abstractmethod
     def explain(self, task: BatchTask) -> str:
-        """Describe the worker that has ``task``, and its stack; may take a second."""
+        """Return text on the worker that has ``task``, with its stack; may be slow."""
 
     def restart(self, task: BatchTask) -> bool:  # noqa: ARG002  (a default)
         """Replace the worker that has ``task``; return whether it was replaced."""
@@ -88,7 +88,7 @@ class Pool(abc.ABC):
 
 @dataclass(eq=False, repr=False)
 class Pipeline:
-    """The stages of one iteration, on their runner.
+    """The stages that make one iteration's batches, on their runner.
 
     It holds no reference to the iterator that feeds it, so that the iterator can be
     collected; the iterator's finalizer then dismisses the pipeline.
@@ -112,10 +112,10 @@ class Pipeline:
         maker, runner, pool = self.maker, self.runner, self.pool
         if runner.loop is not None:
             maker.side_loop = SideLoop(runner.loop)
-        # A worker's pipelines share the maker, whose loop the next one replaces.
+        # A worker's pipelines share the maker, whose side loop the next one replaces.
         self._side_loop: SideLoop = maker.side_loop
         self.stage: Any = None  # moves batches to the device: a ``Staged``
-        # Requested batches without a result, by id, and when they were requested.
+        # Requested batches without a result, and when requested, by the task's id.
         self.under_way: dict[int, tuple[BatchTask, float]] = {}
         self.ended: Latch = Latch()
         self.exit_error: BaseException | None = None
@@ -124,7 +124,7 @@ class Pipeline:
         self._keeps_state = maker.keeps_state and not has_copies
         if self.tuner is not None:
             self.tuner.ready = self.ready
-        # Batches of a run; 0: they come slowly.
+        # How many batches are a run; 0 if making them is slow.
         self.run_size, self._max_per_run = 0, _MAX_FIRST_RUN
         if self.pace.seconds:
             self.note_pace(0.0, 0)
@@ -133,15 +133,15 @@ class Pipeline:
         self._no_more_pauses = Latch()
         self._closing = asyncio.Event()
         self._fetchers: FetcherPool | None = None
-        # Posted to the loop, and whether a call that takes them is scheduled.
+        # Batches posted to the loop; whether a call that starts them is scheduled.
         self._arriving: deque[BatchTask] = deque()
         self._is_called = False
-        # Posted to the thread, and whether a job that makes them is scheduled.
+        # Batches posted to the thread; whether a job that makes them is scheduled.
         self._to_make: deque[BatchTask] = deque()
         self._is_posted = False
         self._has_head_start = self.head_start and self.reads_here and maker.reads_async
         self._timer: asyncio.Handle | None = None  # of the head start
-        self._to_pull: deque[BatchTask] = deque()  # from an async stream
+        self._to_pull: deque[BatchTask] = deque()  # to read from an async stream
         self._has_pulls: asyncio.Event = asyncio.Event()
         self._will_announce = False
         self._stream: StreamBatcher | None = None
@@ -165,7 +165,7 @@ class Pipeline:
             pool.open(self)
 
     def submit(self, tasks: Sequence[BatchTask]) -> None:
-        """Take a run of requests; their results go into ``ready``."""
+        """Take a run of requests; results go to ``ready``, or to ``sink``."""
         now = time.monotonic()
         for task in tasks:
             self.under_way[id(task)] = (task, now)
@@ -189,12 +189,12 @@ class Pipeline:
                     self.fail(LoaderClosedError(text))
 
     def read_ahead(self) -> None:
-        """End the head start of the first batch: the consumer requests the second."""
+        """End the first batch's head start: the consumer requests the second."""
         if self._timer is not None and self.runner.loop is not None:
             call_threadsafe(self.runner.loop, self._end_head_start)
 
     def dismiss(self) -> None:
-        """Start ending, from any thread or finalizer; sets ``ended`` when done."""
+        """Start to end, from any thread or finalizer; ``ended`` is set when done."""
         if not self._is_dismissed:
             self.is_closing = True
             self._no_more_pauses.set()
@@ -206,7 +206,7 @@ class Pipeline:
             self._is_dismissed = True  # last: an interrupt may come before
 
     def abandon(self) -> None:
-        """Start ending, and drop the workers, which are not waited for.
+        """Start to end, and drop the workers without waiting for them.
 
         Frames of a traceback may hold this pipeline, but must not hold its workers.
         """
@@ -216,7 +216,7 @@ class Pipeline:
     # -- for the runner -------------------------------------------------------------
 
     async def main(self) -> None:
-        """Run the fetchers and the reader of a stream, until dismissed."""
+        """Run the fetchers, and an async stream's reader, until dismissed."""
         counters, loop = self.counters, asyncio.get_running_loop()
         COUNTERS.set(counters)  # fetchers copy this context
         try:
@@ -251,12 +251,12 @@ class Pipeline:
                 self.runner.cpu.post(self._close_stream)
 
     def most_concurrency(self) -> int:
-        """Return how many samples may be read at a time, also after tuning."""
+        """Return the most samples that may be read at a time, even after tuning."""
         tuned = None if self.tuner is None else self.tuner.concurrency
         return self.maker.concurrency if tuned is None else tuned.most
 
     def _tune(self, tuner: "Tuner") -> Tune | None:
-        """Return the fetchers' ``tune``; None if ``concurrency`` is fixed."""
+        """Return the fetchers' ``tune`` callback; None for a fixed ``concurrency``."""
         if tuner.concurrency is None:
             return None
         note_read, maker = tuner.note_read, self.maker
@@ -275,7 +275,7 @@ class Pipeline:
         watching.enter_context(watch.reading(since, self.counters))
 
     def _report(self, error: BaseException) -> None:
-        """Raise an error in the consumer's close, or else in its next step."""
+        """Have the consumer's close raise an error, or its next step if not closing."""
         if ends_task(error):
             raise error
         if self.is_closing:
@@ -284,7 +284,7 @@ class Pipeline:
             self.fail(error)
 
     def end(self) -> None:
-        """Release all that this holds, in the runner's thread, and end ``main``."""
+        """Release everything, and end ``main``. Runs in the runner's thread."""
         self._closing.set()
         self._arriving.clear()
         pool = self.pool
@@ -319,7 +319,7 @@ class Pipeline:
         self.ready.result_reader = None
 
     def join(self) -> bool:
-        """Wait, with a timeout, until the stage and the pool's workers have ended."""
+        """Wait for queue, stage and workers; return False if one timed out."""
         parts = self.ready, self.stage, self.pool
         return False not in [part.join() for part in parts if part is not None]
 
@@ -328,7 +328,7 @@ class Pipeline:
         return not (self.stage or self.pool) and self.ready.joins_at_once()
 
     def fail(self, error: BaseException) -> None:
-        """End every wait of the consumer with ``error``."""
+        """End every wait with ``error``; ``sink`` gets it for each unfinished batch."""
         self.ready.fail(error)
         if self.sink is not None:
             for task, _ in list(self.under_way.values()):
@@ -338,7 +338,7 @@ class Pipeline:
     # -- in the runner's thread, and in workers -----------------------------------
 
     def make(self, task: BatchTask) -> BatchResult:
-        """Make a batch, or the rest of it, in this thread; return errors."""
+        """Make a batch in a pool's thread; read it there unless ``reads_here``."""
         return self.maker.make(task, None if self.reads_here else self._read)
 
     def _read(self, task: BatchTask) -> None:
@@ -348,14 +348,14 @@ class Pipeline:
             self.maker.read(task, self.pause)
 
     def _post(self, *tasks: BatchTask) -> None:
-        """Have batches made in the thread."""
+        """Post batches to the runner's thread, which makes them."""
         self._to_make.extend(tasks)
         if not self._is_posted:  # one job serves all batches until it runs
             self._is_posted = True
             self.runner.cpu.post(partial(self.context.run, self._make_run))
 
     def _make_run(self) -> None:
-        """Make a run of batches, and announce them; post the rest for another run."""
+        """Make and announce one run of batches; post the others for another run."""
         self._is_posted = False
         began, seconds, count = time.perf_counter(), 0.0, 0
         try:
@@ -370,12 +370,12 @@ class Pipeline:
             self.ready.announce()
 
     def _may_make(self) -> bool:
-        # The runner alone is closing if its lifespan could not be entered.
+        # If its lifespan could not be entered, only the runner is closing.
         is_closing = self.is_closing or self.runner.is_closing
         return bool(self._to_make) and not is_closing
 
     def _make_batch(self, task: BatchTask) -> None:
-        """Read a batch, unless the loop has, and make it, unless a pool does."""
+        """Read a batch unless the loop did; then make it, or pass it to the pool."""
         maker, pool = self.maker, self.pool
         read = self._read if self.reads_here and maker.is_plain else None
         if pool is None:
@@ -388,7 +388,7 @@ class Pipeline:
             self._submit_to_pool(pool, task)
 
     def note_pace(self, seconds: float, count: int) -> None:
-        """Adapt the size of a run to ``seconds`` for ``count`` batches."""
+        """Adapt the run size to a measurement: ``count`` batches in ``seconds``."""
         if count:
             before, now = self.pace.seconds, seconds / count
             is_less = now < before or not before  # a busy machine delays some
@@ -410,7 +410,7 @@ class Pipeline:
         return await in_thread(work, executor=self.runner.cpu, abandon_on_cancel=True)
 
     def pause(self, seconds: float) -> None:
-        """Sleep in a thread between attempts; raise an error if this is closed."""
+        """Sleep in a thread between read attempts; raise as soon as this is closed."""
         if self._no_more_pauses.wait(seconds):
             raise iterator_closed()
 
@@ -439,7 +439,7 @@ class Pipeline:
                 self._timer = later(self._end_head_start, _HEAD_START_TURNS)
 
     def _end_head_start(self, turns: int = 0) -> None:
-        """Start the other posted batches, after ``turns`` of the loop."""
+        """Start the other posted batches, after ``turns`` turns of the loop."""
         timer, self._timer = self._timer, None  # it refers to this pipeline
         if turns:
             soon = asyncio.get_running_loop().call_soon
@@ -460,7 +460,7 @@ class Pipeline:
     def _finish_batch(
         self, task: BatchTask, result: BatchResult | None, *, wakes: bool = True
     ) -> None:
-        """Deliver a result; None: have the rest of the batch made by plain code."""
+        """Deliver a result. If it is None, the pool or plain code does the rest."""
         if result is not None:
             self.deliver(task, result, wakes=wakes)
         elif self.is_closing:
@@ -507,7 +507,7 @@ class Pipeline:
         *,
         is_plain: bool,
     ) -> None:
-        """Pull all requested batches; announce them in runs, and before a wait."""
+        """Read all requested batches from a stream; announce each run of them."""
         began, count, taken = time.perf_counter(), 0, deque[BatchTask]()
         while (taken or self._to_pull) and not reader.cancelling():
             taken = taken or stream.take(self._to_pull)
@@ -558,7 +558,7 @@ class Pipeline:
     def deliver(
         self, task: BatchTask, result: BatchResult, *, wakes: bool = True
     ) -> None:
-        """Deliver the result of ``task``, from any thread; ``wakes`` as in ``put``."""
+        """Deliver a task's result, from any thread; ``wakes``: for ``ready.put``."""
         if self.under_way.pop(id(task), None) is not None:
             if result.state is None:
                 result.state = task.state
@@ -584,7 +584,7 @@ class Pipeline:
         self.deliver(task, result)
 
     def count(self, result: BatchResult) -> None:
-        """Count a worker's attempts and failures by the policy, when delivered."""
+        """Add a delivered result's attempts and failures to the policy's counts."""
         policy = self.maker.policy
         policy.begin(result.attempted)
         try:

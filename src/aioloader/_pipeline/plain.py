@@ -1,4 +1,4 @@
-"""The base class of feeds, from which iterators take batches, and the plainest feed.
+"""``Feed``, from which iterators take batches, and ``PlainFeed``, the simplest one.
 
 ``PlainFeed`` makes batches of a map-style dataset on demand, in the calling thread, as
 torch does. ``inline`` has more feeds without a pipeline; ``ahead_feed`` reads ahead.
@@ -47,7 +47,7 @@ YIELD_AFTER = 0.001
 
 
 class Feed(abc.ABC):
-    """Draws the requests of an epoch from its sampler; delivers and counts batches."""
+    """A source of an epoch's batches; draws requests, and counts deliveries."""
 
     _as_lists: bool = True  # whether requests have lists of indices
 
@@ -63,8 +63,8 @@ class Feed(abc.ABC):
         self._lock = fork_safe(threading.RLock())
         self._next = epoch.start.done  # the number of the next request
         self._yielded = 0.0  # when the consumer's task last yielded to other tasks
-        self._drawing: Future[list[IndexBatch]] | None = None  # a request, in a thread
-        # Of streams: batches that are not delivered again, the order of their readers.
+        self._drawing: Future[list[IndexBatch]] | None = None  # a request in a thread
+        # Of streams: batches that are not delivered again, and the order of readers.
         self._dropped: frozenset[int] = epoch.dropped
         self._turns: ReaderTurns | None = epoch.turns
 
@@ -83,7 +83,7 @@ class Feed(abc.ABC):
         """Return the next batch, or raise ``StopIteration``."""
 
     async def next_async(self) -> Any:
-        """Do as ``next``; yield to other tasks about every millisecond.
+        """Return the next batch; yield to other tasks about every millisecond.
 
         A long permutation is drawn in a thread, and kept if the step is cancelled.
         """
@@ -108,10 +108,10 @@ class Feed(abc.ABC):
             raise StopAsyncIteration from None
 
     def open(self, *, requests: bool = True) -> None:  # noqa: B027  (a default)
-        """Start workers, and issue the first ``requests``, before the first step."""
+        """Start workers before the first step; if ``requests``, request batches."""
 
     def _draw(self) -> IndexBatch:
-        """Return the next request; close after the last one or a sampler's error."""
+        """Return the next request; close the feed if there is none or drawing fails."""
         try:
             return next(self._requests)
         except BaseException as error:
@@ -142,7 +142,7 @@ class Feed(abc.ABC):
     def _accept(
         self, number: int, result: "BatchResult", asked: float, taken: float
     ) -> bool:
-        """Process a request's result: return whether it is a batch; raise its error."""
+        """Record a result; return whether it has a batch, or raise its error."""
         progress, state, error = self._progress, result.state, result.error
         is_wanted = number not in self._dropped
         if result.dataset is not None:
@@ -169,7 +169,7 @@ class Feed(abc.ABC):
         return False
 
     def dismiss(self) -> None:  # noqa: B027  (a default)
-        """Start ending; ``close`` and ``aclose`` wait for it."""
+        """Start to end the iteration; ``close`` and ``aclose`` wait for its end."""
 
     def close(self) -> None:
         """End the iteration, and wait until everything is released."""
@@ -177,27 +177,27 @@ class Feed(abc.ABC):
         self._was_interrupted = False
 
     async def aclose(self) -> None:
-        """Do as ``close``, without blocking the loop."""
+        """End the iteration like ``close``, without blocking the event loop."""
         self.close()
 
     def abandon(self) -> None:
-        """End the iteration of a dropped iterator, without waiting."""
+        """End the iteration of an iterator that was dropped or is open at exit."""
         self.close()
 
 
 def _after(
     drawing: "Future[list[IndexBatch]]", requests: Iterator[IndexBatch]
 ) -> Iterator[IndexBatch]:
-    """Yield the request that a thread draws, and the next ones."""
+    """Yield the request that a thread draws, then those of ``requests``."""
     yield from drawing.result()
     yield from requests
 
 
 class PlainFeed(Feed):
-    """Read and collate in the caller's thread, one batch at a time, as torch does.
+    """A feed that reads and collates each batch in the caller's thread, as torch does.
 
-    Big batches are written into ``slots``. Awaitables that plain code returns are
-    awaited, up to ``concurrency`` of a batch at once.
+    Big batches are written into ``slots``. If ``__getitem__`` returns awaitables, up to
+    ``concurrency`` of a batch are awaited at once.
     """
 
     def __init__(
@@ -217,7 +217,7 @@ class PlainFeed(Feed):
         self._slots = slots
         self._concurrency = concurrency
         self._side_loop: SideLoop | None = None
-        self._last_seconds = 1.0  # of making a batch
+        self._last_seconds = 1.0  # of making the latest batch
 
     def next(self) -> Any:
         asked = perf_counter()
@@ -255,7 +255,7 @@ class PlainFeed(Feed):
     def _noted(
         self, stage: str, number: int, indices: Any, read: int, error: BaseException
     ) -> BaseException:
-        """Return the error to raise, with a note that names its stage and batch."""
+        """Return the error to raise for ``error``, with a note on stage and batch."""
         source = "collate_fn" if stage == "collate" else "the dataset"
         error, epoch = raisable(error, source), self.epoch.number
         note = stage_note(stage, epoch, number, indices)

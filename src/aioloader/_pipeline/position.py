@@ -23,12 +23,12 @@ STATES = ("dataset", "iterator")
 
 
 class StateLoads:
-    """The states loaded into a dataset, to detect one that restarts from them.
+    """The states loaded into a dataset, to detect an epoch that wrongly resumes.
 
     Hugging Face's datasets start every later epoch from the loaded state, too. Then the
-    state after the first sample is the same as in the resumed epoch, or there is no
-    sample although the dataset was not in that state. Its first state is loaded, so
-    that the epoch is complete. There is one object per dataset and process.
+    state after the first sample equals the resumed epoch's, or there is no sample
+    although the dataset never reported the loaded state. The dataset's first state is
+    then loaded to complete the epoch. There is one object per dataset and process.
     """
 
     _first: tuple[Any] | None = None  # the state before anything was read or loaded
@@ -36,7 +36,7 @@ class StateLoads:
     _is_deferred = False  # the dataset did not report the loaded state after loading
     _after_first: Any = None  # the state after the first sample of the resumed epoch
     is_pending = False  # an epoch may start from the loaded state by mistake
-    is_early = False  # the state was loaded before its epoch is opened
+    is_early = False  # a state was loaded before its epoch was opened
     # Keep torch's RNG state while the dataset resumes; the dataset's saved one may be
     # older.
     keeps_generator = False
@@ -54,8 +54,8 @@ class StateLoads:
     def load_early(self, dataset: Any, position: StreamState) -> None:
         """Load a dataset's state between two epochs, before random numbers are drawn.
 
-        A state from before the first read is not loaded: a dataset that is its own
-        iterator may take any state for one from mid-epoch.
+        An unchanged state from before the first read is not loaded: a dataset that is
+        its own iterator may take any state for one from mid-epoch.
         """
         state = position["iterator" if "is_dataset" in position else "dataset"]
         self.save_first(dataset)
@@ -68,7 +68,7 @@ class StateLoads:
         self._after_first = copy.deepcopy(dataset.state_dict())
 
     def correction(self, dataset: Any, *, is_empty: bool) -> StreamState:
-        """Return the states to load for an epoch that wrongly resumed, if it did.
+        """Return the state to load if an epoch wrongly resumed; else an empty dict.
 
         Called after the first sample, or at the end if the epoch ``is_empty``.
         """
@@ -81,7 +81,7 @@ class StateLoads:
 
 
 def _are_equal(a: Any, b: Any) -> bool:
-    """Compare two states, one of which may come from JSON; False if it is unknown."""
+    """Tell whether two states are equal, even after JSON; False if incomparable."""
     if isinstance(a, Mapping) and isinstance(b, Mapping):
         a, b = ({str(k): v for k, v in state.items()} for state in (a, b))
         return a.keys() == b.keys() and all(
@@ -97,7 +97,7 @@ def _are_equal(a: Any, b: Any) -> bool:
 
 
 class StreamPosition:
-    """The position of one stream that is being read; ``resume`` says where to start."""
+    """The position in a stream being read; ``resume``: the state to start from."""
 
     def __init__(
         self, dataset: Any, resume: StreamState | None, loads: StateLoads
@@ -116,7 +116,7 @@ class StreamPosition:
             resume = {"dataset": resume[name]} if name in resume else {}
         self._resume = resume
         self.read: int = resume.get("read", 0)  # samples, by all ranks of this stream
-        self.has_ended = bool(resume.get("ended"))  # where it is resumed
+        self.has_ended = bool(resume.get("ended"))  # at the state to resume from
         self.repeats_from: StreamState | None = resume.get("again")
         # Samples that must be read and dropped first.
         self.to_skip: int = 0 if self.has_ended else resume.get("skip", 0)
@@ -127,7 +127,7 @@ class StreamPosition:
         self._read_at_state = self.read - self.to_skip
 
     def load_dataset(self) -> bool:
-        """Load the dataset's state before it is iterated; tell whether it did."""
+        """Load the dataset's state, if needed; return whether one was loaded now."""
         loads, dataset = self._loads, self._dataset
         if not self.is_own and is_stateful(dataset):
             loads.save_first(dataset)
@@ -141,7 +141,7 @@ class StreamPosition:
         return True
 
     def load_iterator(self, iterator: Any) -> None:
-        """Load the iterator's state; find the objects that have one."""
+        """Load the iterator's state, if any; find the objects that have states."""
         if self.is_own and isinstance(iterator, BlockIterator):
             # The dataset loads its state, and the next iterator starts there.
             self._stateful = {"dataset": iterator}
@@ -161,7 +161,7 @@ class StreamPosition:
         return bool(self._stateful)
 
     def must_reopen(self, *, is_empty: bool) -> bool:
-        """Tell by the first sample whether the epoch has started from a wrong state."""
+        """Tell, by the first sample, whether the epoch started from a wrong state."""
         if self._resumes:
             self._loads.note_resumed(self._dataset)
             return False
@@ -169,7 +169,7 @@ class StreamPosition:
         return bool(self._resume)
 
     def advance(self, count: int, position: StreamState) -> StreamState:
-        """Return the state of an aioloader stream after ``count`` samples more."""
+        """Count ``count`` more samples of an aioloader stream; return its state."""
         self.read += count
         self._latest, self._read_at_state = {"dataset": position}, self.read
         return {"read": self.read, "skip": 0, "dataset": position}
@@ -177,8 +177,8 @@ class StreamPosition:
     def state(self, *, has_ended: bool) -> StreamState:
         """Return the state after the latest batch.
 
-        It records that the stream ``has_ended``, because some datasets restart after
-        their end and must not be read again in this epoch.
+        The state records that the stream ``has_ended``, because some datasets restart
+        after their end and must not be read again in this epoch.
         """
         latest: StreamState = {}
         for name, part in self._stateful.items():

@@ -1,9 +1,9 @@
-"""Results on their way to the consumer: ordered, and bounded by the window.
+"""The queue of results between a pipeline and its consumer.
 
-Threads and loops of the pipeline put results; the consumer is any thread, or a task on
-any event loop. A cancelled wait loses nothing. No thread receives the results of worker
-processes: a waiting thread polls their sockets, or a waiting task's loop watches them,
-and the consumer reads what arrives.
+Threads and loops of the pipeline put results. The consumer is any thread, or a task on
+any event loop; a cancelled wait loses nothing. Worker processes' results need no extra
+thread. A waiting thread polls the workers' sockets, or a waiting task's loop watches
+them, and the consumer reads the results that arrive.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ class ResultReader:
 
 
 class ReadyQueue(Waiters):
-    """The results of one iteration, by number or as they complete."""
+    """One iteration's results, in the order of their numbers or as they complete."""
 
     def __init__(
         self, *, in_order: bool, start: int = 0, without: frozenset[int] = frozenset()
@@ -82,12 +82,12 @@ class ReadyQueue(Waiters):
             self.announce()
 
     def announce(self) -> None:
-        """Wake a consumer for each item."""
+        """Wake as many waiting consumers as there are items."""
         if self._items and self._wakes:
             self.wake(len(self._items))
 
     def fail(self, error: BaseException) -> None:
-        """End every wait with ``error`` once the items are taken."""
+        """End every wait; ``error`` is raised once the items are taken."""
         self._error = self._error or error
         self.finish()
 
@@ -97,7 +97,7 @@ class ReadyQueue(Waiters):
         self.wake()
 
     def pop_nowait(self) -> tuple[int, BatchResult] | None:
-        """Take the next item, or None; raise ``fail``'s error once none is left."""
+        """Return the next item, or None; once none is left, raise ``fail``'s error."""
         if self.result_reader is not None and not self._items:
             self.collect()
         try:
@@ -108,7 +108,7 @@ class ReadyQueue(Waiters):
         return None
 
     def _raise_error(self) -> None:
-        """Raise the error given to ``fail``, only once: its traceback keeps frames."""
+        """Raise the error given to ``fail``, only once: its traceback holds frames."""
         error = self._error
         if error is not None:
             text = "the iterator has failed before; make a new one"
@@ -119,7 +119,7 @@ class ReadyQueue(Waiters):
                 del error
 
     def close(self) -> None:
-        """Drop all results, also later ones: they may hold workers' memory."""
+        """Drop present and later results, which may hold workers' memory."""
         with self.lock:
             self._is_closed = True
             self._items.clear()
@@ -144,12 +144,12 @@ class ReadyQueue(Waiters):
     # the queue, but must not hold the workers.
 
     def descriptors(self) -> Sequence[int]:
-        """Do as ``ResultReader.descriptors``."""
+        """Return the result reader's descriptors, if there is one."""
         result_reader = self.result_reader
         return () if result_reader is None else result_reader.descriptors()
 
     def collect(self) -> None:
-        """Do as ``ResultReader.collect``."""
+        """Have the result reader, if any, deliver the results that have arrived."""
         result_reader = self.result_reader
         if result_reader is not None:
             result_reader.collect()
@@ -168,7 +168,7 @@ class ReadyQueue(Waiters):
             return not self._leave(bell.ring) or is_true
 
     def _poll_until(self, bell: int, timeout: float | None) -> bool:
-        """Poll workers and the bell; return False after ``timeout`` seconds."""
+        """Poll workers and bell until one has news; return False after a timeout."""
         left = math.inf if timeout is None else max(0.0, timeout)
         until = time.monotonic() + left
         while True:
@@ -217,7 +217,7 @@ class ReadyQueue(Waiters):
 
 
 class _Watch:
-    """The loop's watch of a result reader's descriptors, while a task waits."""
+    """A context manager in which a loop watches a result reader's descriptors."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, queue: ReadyQueue) -> None:
         self._loop = loop
@@ -244,7 +244,7 @@ class _Watch:
     def _collect(self) -> None:
         self._queue.collect()
         if self._copies and self._queue.descriptors() != self._watched:
-            self.__exit__()  # a worker was replaced, say
+            self.__exit__()  # for example, a worker was replaced
             self.__enter__()
 
 
@@ -257,7 +257,7 @@ class _Bell:
         self._lock = fork_safe(threading.RLock())  # a finalizer may need it too
 
     def ring(self) -> None:
-        """Wake the thread; does nothing once this is closed."""
+        """Wake the thread; do nothing once the bell is closed."""
         with self._lock:
             if self._is_open:
                 os.eventfd_write(self.fileno, 1)

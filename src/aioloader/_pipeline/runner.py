@@ -1,8 +1,8 @@
 """Runners of pipelines: the caller's thread, a private thread, or an event loop.
 
-All iterations of a loader in the same place share one runner, which enters the
-dataset's lifespan before the first sample is read, and leaves it when the last
-iteration returns its lease.
+All iterations of a loader in the same place share one runner. It enters the dataset's
+lifespan before the first sample is read, and exits it when the last lease is returned.
+An iteration holds a lease on its runner until its end.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ from aioloader.protocols import own_datasets
 GRACE = 10.0
 _NAME = "aioloader pipeline"  # of an iteration's task
 _LOOP_ENDED = "the event loop of the loader has ended; iterate again"
-# Acts on a pipeline, if any; sets the latch when its lease was returned.
+# Acts on a pipeline, if any; sets the latch once the lease is returned.
 RunnerStep: TypeAlias = Callable[[Any, Latch], None]
 RunnerPlace: TypeAlias = (
     Literal["inline", "thread", "pool", "loop"] | asyncio.AbstractEventLoop
@@ -51,10 +51,10 @@ RunnerPlace: TypeAlias = (
 
 
 class RunnerTask(Protocol):
-    """The interface of a ``Pipeline``, which owns a lease on its runner."""
+    """What a runner uses of a ``Pipeline``, which owns a lease on the runner."""
 
     context: contextvars.Context
-    ended: Latch  # set when the lease was returned
+    ended: Latch  # set once the lease is returned
     exit_error: BaseException | None
     is_closing: bool
 
@@ -68,9 +68,9 @@ class RunnerTask(Protocol):
 
 
 class Runner:
-    """A private thread, for datasets and functions that are all plain.
+    """A runner with a private thread, for plain datasets and functions.
 
-    Base class of the other runners: leases and waiting are the same.
+    It is also the base class of the other runners, which share its leases and waits.
     """
 
     loop: asyncio.AbstractEventLoop | None = None
@@ -81,13 +81,13 @@ class Runner:
         self, lifespan: Lifespan | None, *, shares_threads: bool = False
     ) -> None:
         self.lifespan = lifespan
-        self.opened: Latch = Latch()  # set when the lifespan was entered, or failed
+        self.opened: Latch = Latch()  # set once the lifespan was entered, or failed
         thread = SharedThread if shares_threads else CpuThread
         # For plain code; starts with its first job.
         self.cpu: CpuThread | SharedThread = thread("aioloader-cpu")
         self.closed: Latch = Latch()  # set when everything has ended
         self.is_closing: bool = False  # it has failed, or all leases were returned
-        # Whether a close has timed out: until the next lease, others do not wait.
+        # Whether a close has timed out: until the next lease, other closes do not wait.
         self.is_stuck: bool = False
         # The lifespan's error on exit, raised by the close.
         self.exit_error: BaseException | None = None
@@ -101,7 +101,7 @@ class Runner:
     # -- leases -------------------------------------------------------------------
 
     def lease(self) -> bool:
-        """Take a lease; return whether the runner was still open."""
+        """Take a lease if the runner is still open; return whether it is."""
         with self._lock:
             is_open = not self.is_closing and not self.is_foreign()
             self._leases += is_open
@@ -109,7 +109,7 @@ class Runner:
             return is_open
 
     def is_released(self) -> bool:
-        """Tell whether all leases were returned, so that it closes."""
+        """Tell whether all leases were returned, so that the runner closes."""
         return not self._leases
 
     def is_foreign(self) -> bool:
@@ -122,13 +122,13 @@ class Runner:
             return [pipeline for pipeline in self._pipelines if pipeline.is_closing]
 
     def open(self) -> None:
-        """Start to enter the lifespan; sets ``opened`` when done. Idempotent."""
+        """Start to enter the lifespan; ``opened`` is set when done. Idempotent."""
         with self._lock:
             if not self._is_open:
                 self._is_open = self.cpu.post(self._open)
 
     def admit(self, pipeline: RunnerTask) -> None:
-        """Start running ``pipeline``, which holds a lease."""
+        """Start ``pipeline``, which holds a lease; fail it if the runner has failed."""
         with self._lock:
             self._pipelines.add(pipeline)
             error = self._error
@@ -139,12 +139,12 @@ class Runner:
             pipeline.fail(error)
 
     def dismiss(self, pipeline: RunnerTask) -> None:
-        """Start ending ``pipeline``, which returns its lease; safe in finalizers."""
+        """Start to end ``pipeline`` and return its lease; safe in finalizers."""
         if not self.is_foreign():
             self._run(self._end, pipeline, pipeline.ended)
 
     def release(self) -> Latch:
-        """Return a lease that no pipeline holds; the latch is set when done."""
+        """Start to return a lease without a pipeline; the latch is set when done."""
         released = Latch()
         if not self.is_foreign():
             self._run(self._return_lease, None, released)
@@ -159,7 +159,7 @@ class Runner:
     # -- waiting for the end ------------------------------------------------------
 
     def grace(self) -> float:
-        """Return how long a close waits, in seconds."""
+        """Return how many seconds a close may wait; 0 once a close has timed out."""
         return 0.0 if self.is_stuck else GRACE
 
     def is_lost(self) -> bool:
@@ -198,7 +198,7 @@ class Runner:
     def _run(
         self, step: RunnerStep, pipeline: RunnerTask | None, returned: Latch
     ) -> None:
-        """Post a step to the runner's thread; from any thread, and finalizers."""
+        """Post a step to the runner's thread; safe in any thread and finalizer."""
         self.cpu.post_nowait(partial(step, pipeline, returned))
 
     def _start(self, pipeline: RunnerTask) -> None:  # noqa: ARG002  (it needs no more)
@@ -209,7 +209,7 @@ class Runner:
         self._return_lease(pipeline, ended)
 
     def _return_lease(self, pipeline: RunnerTask | None, returned: Latch) -> None:
-        """Return a lease; close after the last one."""
+        """Return a lease; close the runner after the last one."""
         if self._drop_lease(pipeline):
             self._close()
         returned.set()
@@ -223,7 +223,7 @@ class Runner:
         self.cpu.stop(self.closed.set)
 
     def _fail_all(self, error: BaseException, *, is_known: bool = False) -> None:
-        """Fail all pipelines, also later ones; ``is_known``: it is raised elsewhere."""
+        """Fail present and later pipelines; ``is_known``: also raised elsewhere."""
         with self._lock:
             pipelines = list(self._pipelines)
             is_known = is_known or bool(pipelines)
@@ -234,7 +234,7 @@ class Runner:
             pipeline.fail(error)
 
     def _drop_lease(self, pipeline: RunnerTask | None) -> bool:
-        """Drop a lease, a pipeline's only once; return whether it was the last."""
+        """Drop a lease, a pipeline's at most once; return whether none is left."""
         with self._lock:
             self._leases -= pipeline is None or pipeline in self._pipelines
             if pipeline is not None:
@@ -244,9 +244,9 @@ class Runner:
 
 
 def later_error(error: BaseException) -> LoaderClosedError:
-    """Return the error for pipelines after ``error`` was raised once.
+    """Return the error for later pipelines, after ``error`` was raised once.
 
-    The frames of its traceback may hold pipelines.
+    ``error`` itself is not raised again: frames of its traceback may hold pipelines.
     """
     if isinstance(error, LoaderClosedError):
         return error
@@ -260,7 +260,7 @@ def loop_ended() -> LoaderClosedError:
 
 
 class CallerRunner(Runner):
-    """The caller's own thread; samples are read there, or in worker processes."""
+    """A runner in the caller's thread; samples are read there, or by workers."""
 
     def open(self) -> None:
         with self._lock:
@@ -283,9 +283,9 @@ class CallerRunner(Runner):
 
 
 class LoopRunner(Runner):
-    """An event loop: the loader's in a private thread, or the caller's.
+    """A runner on an event loop: its own in a private thread, or the caller's.
 
-    Each pipeline is a task. A separate task enters and leaves the lifespan.
+    Each pipeline is a task. A separate task enters and exits the lifespan.
     """
 
     loop: asyncio.AbstractEventLoop
@@ -300,15 +300,15 @@ class LoopRunner(Runner):
         if caller is None and "gevent.monkey" in sys.modules:
             refuse_gevent()
         super().__init__(lifespan, shares_threads=shares_threads)
-        self._waiting: list[RunnerTask] = []  # for the lifespan
+        self._waiting: list[RunnerTask] = []  # until the lifespan is entered
         self._tasks: set[asyncio.Task[None]] = set()
         self._entering: Any = None  # anyio's cancel scope
         self._must_enter = asyncio.Event()
         self._all_returned = asyncio.Event()
         self._own_thread: threading.Thread | None = None
         self._threads = ThreadPoolExecutor(1, "aioloader-call")
-        # Of leases without a pipeline whose return is posted to the loop, which may
-        # never run again.
+        # Latches of leases without a pipeline, whose return is posted to the loop. It
+        # may never run again.
         self._returning: list[Latch] = []
         self._runner_task: asyncio.Task[None] | None = None
         self.is_callers = caller is not None
@@ -335,7 +335,7 @@ class LoopRunner(Runner):
             start_thread(self._own_thread)
 
     def allow(self, concurrency: int) -> None:
-        """Let a private loop's default executor have ``concurrency`` threads."""
+        """Allow a private loop's default executor ``concurrency`` threads or more."""
         most = max(self._threads._max_workers, concurrency)  # noqa: SLF001
         self._threads._max_workers = most  # noqa: SLF001  (they start on demand)
 
@@ -370,7 +370,7 @@ class LoopRunner(Runner):
     # -- in the private thread ----------------------------------------------------
 
     def _run_loop(self, runner: asyncio.Runner) -> None:
-        """Run the loop until the last lease was returned."""
+        """Run the private loop until the last lease is returned."""
         try:
             with runner:
                 work = self._serve() if self.lifespan else self._all_returned.wait()
@@ -383,7 +383,7 @@ class LoopRunner(Runner):
     # -- on the loop --------------------------------------------------------------
 
     async def _serve(self) -> None:
-        """Enter the lifespan, start pipelines, and leave it after the last lease."""
+        """Enter the lifespan, start waiting pipelines, exit after the last lease."""
         import anyio
 
         assert self.lifespan is not None
@@ -409,7 +409,7 @@ class LoopRunner(Runner):
             self._fail_all(error, is_known=is_over)
 
     async def _end_all(self) -> None:
-        """Cancel the remaining pipelines, as when the runner's task is cancelled."""
+        """Cancel pipelines still running, for example if this task is cancelled."""
         for task in self._tasks:
             task.cancel()
         if self._tasks:
@@ -430,7 +430,7 @@ class LoopRunner(Runner):
         self._run(self._begin, pipeline, pipeline.ended)
 
     def _begin(self, pipeline: RunnerTask, ended: Latch) -> None:
-        """Start a pipeline, once the lifespan is entered; if that fails, fail it."""
+        """Start a pipeline once the lifespan is entered; fail it if it cannot start."""
         if self._error is not None:  # the pipeline has failed with the others
             return
         if self.lifespan is not None and not self.opened.is_set():
@@ -456,7 +456,7 @@ class LoopRunner(Runner):
         self._return_lease(pipeline, pipeline.ended)
 
     def _end(self, pipeline: RunnerTask, ended: Latch) -> None:
-        """End a pipeline; its task returns its lease."""
+        """End a pipeline; the lease is returned by its task, if that has started."""
         pipeline.end()
         if pipeline in self._waiting:  # it has not started
             self._waiting.remove(pipeline)
@@ -481,7 +481,7 @@ class LoopRunner(Runner):
             self._finish()
 
     def _finish(self, _task: asyncio.Task[None] | None = None) -> None:
-        """Release everything: the loop, or the task that serves on it, has ended."""
+        """Release everything, because the loop or the ``_serve`` task has ended."""
         self._fail_all(LoaderClosedError(_LOOP_ENDED))
         self._waiting.clear()
         for pipeline in list(self._pipelines):
@@ -499,8 +499,8 @@ class LoopRunner(Runner):
 def new_event_loop() -> asyncio.AbstractEventLoop:
     """Return a new uvloop, or asyncio's own loop where uvloop is not installed.
 
-    Where standard input, output or error is closed, it is asyncio's loop, too: libuv
-    aborts the process if it closes a descriptor with the number of one of them.
+    If standard input, output or error is closed, return asyncio's loop, too: libuv
+    aborts the process when it closes a descriptor that has one of their numbers.
     """
     try:
         for standard in range(3):
@@ -513,7 +513,7 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
 
 
 class Runners:
-    """The runners of one loader: one per place, made on demand, kept while entered."""
+    """A loader's runners: one per place, made on demand, kept while it is entered."""
 
     def __init__(self, dataset: Any, lifespan: MakeLifespan | None = None) -> None:
         self._dataset = dataset
@@ -525,7 +525,7 @@ class Runners:
         weakref.finalize(self, _release_all, self._kept)
 
     def lease(self, place: RunnerPlace) -> Runner:
-        """Return the open runner at ``place``, with one lease taken for the caller."""
+        """Lease the runner at ``place`` to the caller; make one if none is open."""
         dataset, runner = self._dataset, None
         with self._lock:
             for runner in list(self._runners):
@@ -571,7 +571,7 @@ class Runners:
 
     def release(self) -> None:
         """Release the kept runners and wait until they are closed."""
-        with contextlib.ExitStack() as stack:  # waits for all, whatever is raised
+        with contextlib.ExitStack() as stack:  # waits for all, even after an error
             for released in self._release_kept():
                 stack.callback(wait_released, *released)
 
@@ -583,7 +583,7 @@ class Runners:
     def _release_kept(self) -> list[tuple[Runner, Latch, RunnerTask | None]]:
         """Release the kept runners; return the arguments of ``wait_released``.
 
-        Pipelines of dropped iterators that are still ending are waited for, too.
+        The list includes dropped iterators' pipelines that are still ending.
         """
         with self._lock:
             kept = self._kept[:]
@@ -598,7 +598,7 @@ class Runners:
 
 
 def _release_all(kept: list[Runner]) -> None:
-    """Release the runners of a loader that was entered and never closed."""
+    """Warn of a loader that was entered and never closed; release its runners."""
     if kept:
         warnings.warn(
             "a DataLoader was entered and never closed: call its close()",
@@ -617,7 +617,7 @@ def wait_released(
 ) -> None:
     """Wait for a lease's return, and for ``runner``'s end if it was the last.
 
-    Each wait has a timeout. The pipeline's workers and stages are joined. Errors of
+    Each wait has a timeout. The pipeline's workers and stages are joined. Errors from
     closing the dataset or its iterator are raised.
     """
     if runner.is_lost():
@@ -638,7 +638,7 @@ def wait_released(
 async def wait_released_async(
     runner: Runner, returned: Latch, pipeline: RunnerTask | None = None
 ) -> None:
-    """Do as ``wait_released``, without blocking the loop.
+    """Wait like ``wait_released``, without blocking the event loop.
 
     Cancellation of the calling task is delayed until the wait has ended.
     """
@@ -662,13 +662,13 @@ async def _wait_async(
         _warn_stuck(runner)
     if pipeline is None or pipeline.joins_at_once():
         return
-    # This raises an error of leaving the lifespan in a worker.
+    # This raises errors from exiting the lifespan in a worker.
     if not await in_thread(pipeline.join, executor=CpuThread.once()):
         _warn_stuck(runner)
 
 
 def _warn_stuck(runner: Runner) -> None:
-    """Warn of user code that does not return, once until the next lease."""
+    """Warn that user code has not returned; only once until the next lease."""
     if runner.is_stuck:
         return
     runner.is_stuck = True
@@ -681,7 +681,7 @@ def _warn_stuck(runner: Runner) -> None:
 
 
 def _raise_exit_errors(runner: Runner, pipeline: RunnerTask | None) -> None:
-    """Raise an error of closing, once."""
+    """Raise the error, if any, with which the pipeline or runner closed; once."""
     for holder in (pipeline, runner):
         if holder is not None:
             error, holder.exit_error = holder.exit_error, None

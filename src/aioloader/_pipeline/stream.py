@@ -1,8 +1,8 @@
-"""Iterable datasets: one stream, read in blocks and cut into batches.
+"""The reader of an iterable dataset: a stream, read in blocks and cut into batches.
 
-A plain iterable is read in a thread, an async one on the loop; both run the same code,
-which never suspends for a plain one. Several ranks may read the same stream; each keeps
-its samples. After the end, every request ends at once.
+A plain iterable is read in a thread, an async one on the loop. The code is the same; it
+never suspends for a plain iterable. Several ranks may read the same stream; each keeps
+only its samples. After the stream's end, every request reports the end at once.
 """
 
 import contextlib
@@ -39,9 +39,9 @@ from aioloader.protocols import BlockIterator, HasLifespan, Kind, OwnStream, has
 
 @dataclass(eq=False, repr=False)
 class StreamBatcher:
-    """Reads the batches of one stream: ranks, last batches, failures, resuming, state.
+    """A reader of one stream's batches that handles ranks, failures and resuming.
 
-    It is opened, read and closed in one task, or in one thread.
+    The stream is opened, read and closed in one task, or in one thread.
     """
 
     maker: BatchMaker
@@ -52,7 +52,7 @@ class StreamBatcher:
 
     def __post_init__(self, resume: StreamState | None) -> None:
         maker = self.maker
-        # If not, the global generators are seeded while the stream is read.
+        # A plain stream is read with the global generators seeded.
         self._is_async = maker.kind is Kind.ASYNC_ITERABLE
         self._position = StreamPosition(maker.dataset, resume, maker.loads)
         self._rank, self._ranks = maker.part.rank, maker.part.world_size
@@ -60,10 +60,10 @@ class StreamBatcher:
         self._stack = AsyncExitStack()  # closes the iterator
         self._has_ended = False
         self._unread = 0  # positions of a failed batch that other ranks still read
-        # With several ranks: the latest sample of all and of this one, for padding.
+        # With several ranks: the latest sample of all ranks and of this one, to pad.
         self._latest: Any = MISSING
         self._latest_mine: Any = MISSING
-        # Whether any sample was delivered; the last two errors of skipped ones.
+        # Whether any sample was delivered; the last two errors of skipped samples.
         self._has_samples = self._position.read > 0
         self._skipped_errors: list[BaseException] = []
         # Whether ``collate_fn`` takes samples in columns.
@@ -72,11 +72,11 @@ class StreamBatcher:
         self._takes_columns = is_bare and maker.batched and not self._is_padded
 
     def pull(self, task: BatchTask) -> None:
-        """Do as ``pull_async``, with a plain iterable."""
+        """Read a batch from a plain iterable, as ``pull_async`` does."""
         run_now(self.pull_async(task))
 
     def take(self, tasks: deque[BatchTask]) -> deque[BatchTask]:
-        """Pop and fill the tasks whose samples were read with an earlier batch."""
+        """Pop, fill and return the tasks whose samples came with an earlier batch."""
         began, source = perf_counter(), self._simple_source(tasks[0])
         taken = deque[BatchTask]()
         if source is not None and self._position.is_own:
@@ -89,14 +89,14 @@ class StreamBatcher:
         return taken
 
     def _simple_source(self, task: BatchTask) -> "_BlockSource | None":
-        """Return the source if all samples of ``task`` are the stream's next ones."""
+        """Return the source if ``task`` needs just the stream's next samples."""
         source = self._source
         if source is None or source.refills or self._is_padded or self._ranks > 1:
             return None
         return None if self._has_ended or self._unread or task.again else source
 
     def _fill(self, task: BatchTask, block: Block) -> None:
-        """Set the samples of a whole batch, none of which has failed."""
+        """Give ``task`` its samples: a full batch, without a failed sample."""
         self._has_samples = True
         self.maker.policy.begin(len(block))
         is_ready = self._takes_columns or isinstance(block, list)
@@ -104,9 +104,9 @@ class StreamBatcher:
         task.read = perf_counter()
 
     async def pull_async(self, task: BatchTask, waiting: int = 0) -> None:
-        """Read the samples of ``task``, or set the end as its result.
+        """Read the samples of ``task``, or set its result if there is no batch.
 
-        Those of the next ``waiting`` batches may be read with them, for ``take``.
+        Samples of the next ``waiting`` batches may be read with them, for ``take``.
         """
         task.began, source = perf_counter(), self._simple_source(task)
         block = None
@@ -179,14 +179,14 @@ class StreamBatcher:
                 unread, self._unread = self._unread, 0
                 position.read += await self._drop(unread)
         except BaseException as error:
-            self._has_ended = True  # whatever the policy
+            self._has_ended = True  # under any policy
             self._noted(error, task)
             raise
 
     async def _skip(self, task: BatchTask, wanted: int) -> None:
         """Open the stream, and read and drop the samples delivered before ``task``.
 
-        They are read with the seeds of their batches.
+        The dropped samples are read with the seeds of their batches.
         """
         left = self._position.to_skip
         earlier = -(-left // wanted)
@@ -213,11 +213,11 @@ class StreamBatcher:
         *,
         is_sure: bool = False,
     ) -> "_BlockSource":
-        """Open the dataset and its iterator where this epoch starts.
+        """Open an iterator where this epoch starts or resumes; return its source.
 
-        Torch's generator is then set to ``rng_state``, if given. Unless ``is_sure``,
-        the first sample may reveal that the dataset started from a wrong state; then it
-        is opened again.
+        ``rng_state``: torch's generator is then set to it. Unless ``is_sure``, the
+        first sample is checked. If it reveals that the dataset started from a wrong
+        state, the dataset is opened again.
         """
         dataset, position = self.maker.dataset, self._position
         before = None if self._is_async else torch.get_rng_state()
@@ -255,7 +255,7 @@ class StreamBatcher:
             self.maker.reseed(task)
 
     async def _drop(self, count: int) -> int:
-        """Read and drop samples, failed ones too; return how many positions they had.
+        """Read and drop up to ``count`` positions; return how many were read.
 
         An error that ends the stream is raised: no sample was delivered after it.
         """
@@ -304,9 +304,9 @@ class StreamBatcher:
         return positions
 
     def _replace(self, task: BatchTask, error: BaseException) -> bool:
-        """Add the replacement of a failed sample, or raise by the policy.
+        """Add the replacement of a failed sample, or raise, as the policy decides.
 
-        Return True if there is none and the next sample takes its position.
+        Return True if the next sample takes the position of a skipped one.
         """
         sample = self.maker.resolve("fetch", task, len(task.samples), error)
         if sample is not SKIP:
@@ -324,7 +324,7 @@ class StreamBatcher:
         return False
 
     async def _refill(self, task: BatchTask) -> None:
-        """Fill a batch from the stream's beginning, if all ranks end together."""
+        """Fill up a short batch from the stream's beginning, if its source refills."""
         if self._source is not None and self._source.refills:
             lacking = len(task.indices) - len(task.samples)
             samples = await self._source.repeat(lacking)
@@ -397,9 +397,9 @@ class StreamBatcher:
 
 
 class _BlockSource:
-    """The blocks of an iterator: plain, async, or that of one of aioloader's streams.
+    """A source of blocks: a plain, async or aioloader stream's iterator.
 
-    Reading a plain one never suspends.
+    Reading a plain iterator never suspends.
     """
 
     # As in ``BlockIterator``.
@@ -415,7 +415,7 @@ class _BlockSource:
         is_async: bool,
     ) -> None:
         self._iterator = iterator  # its state is the one after the latest block
-        self.is_bare = False  # whether it is the user's, and has no state
+        self.is_bare = False  # whether it is the user's and nothing has a state
         self._max_block = max_block  # limit on samples held in memory at once
         self._is_async = is_async
         # Samples read but not used yet, and whether the stream has ended with them.
@@ -430,12 +430,12 @@ class _BlockSource:
         self._has_repeated = repeats_from is not None  # any sample since ``_start``
 
     def take(self, size: int, most: int) -> Iterable[tuple[Block, StreamState]]:
-        """Do as ``BlockIterator.take``; a user's iterator has no such blocks."""
+        """Return blocks from ``BlockIterator.take``; none for a user's iterator."""
         has_blocks = self.is_own and self.rest is None
         return self._iterator.take(size, most) if has_blocks else ()
 
     async def take_async(self, count: int) -> Block | None:
-        """Read ``count`` samples; None if fewer come or one fails: use ``read``."""
+        """Return ``count`` samples; None if fewer come or one fails: call ``read``."""
         if self.rest is not None:
             return None
         block, has_ended = await self._pull(min(count, self._max_block), 0)
@@ -452,9 +452,9 @@ class _BlockSource:
         Up to ``more`` samples may be read with it, for ``take``.
 
         Returns:
-            The block; how many positions of the stream it takes (more than its samples
-            if readers take turns and some of them have ended); whether the stream has
-            ended. A ``FailedSample`` at the end has ended it and cannot be skipped.
+            The block; its number of positions in the stream (more than its samples if
+            several readers alternate and some have ended); whether the stream has
+            ended. If so, a last ``FailedSample`` has ended it and cannot be skipped.
         """
         limit = min(limit, self._max_block)
         block, has_ended = self.rest or await self._pull(limit, more)
@@ -488,9 +488,9 @@ class _BlockSource:
         return block, self.fills and not len(block)
 
     async def repeat(self, count: int) -> Block:
-        """Read samples of an aioloader stream again, from the first one, repeatedly.
+        """Return ``count`` samples, read again from an aioloader stream's beginning.
 
-        Failed ones are left out; fewer than ``count`` are returned if all fail.
+        After its end, start over. Leave out failed samples; if all fail, return fewer.
         """
         parts: list[Block] = []
         while count:
@@ -513,7 +513,7 @@ class _BlockSource:
         return join(parts)
 
     def repeat_state(self) -> StreamState:
-        """Return the part of a state from which ``repeat`` continues."""
+        """Return the part of a stream's state from which ``repeat`` continues."""
         now = self._start if self._repeated is None else self._repeated.position()
         return {} if now is None else {"again": now}
 

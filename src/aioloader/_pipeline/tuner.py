@@ -1,4 +1,4 @@
-"""Tuning of ``"auto"`` arguments: measured here, decided in ``autotune``.
+"""Measurements for ``"auto"`` arguments, whose values ``autotune`` decides.
 
 The loop that reads tunes the concurrency of reads; the consumer's thread tunes how many
 batches are requested ahead.
@@ -20,7 +20,7 @@ from aioloader._pipeline.batch_task import Window
 # many reads and seconds.
 _MIN_READS = 16
 _MIN_READ_SECONDS = 0.005
-# The same for batches.
+# The same for twice as many batches as the window has.
 _MIN_BATCHES = 8
 _MIN_BATCH_SECONDS = 0.02
 # Batches between two checks of the available memory.
@@ -29,7 +29,7 @@ _MEMORY_CHECK_EVERY = 64
 
 @dataclass
 class Tuning:
-    """The measurements and decisions of a loader in all its epochs."""
+    """A loader's measurements and decisions, kept over all its epochs."""
 
     controllers: dict[str, Controller] = field(default_factory=dict)  # by argument name
     held: BytesInFlight = field(default_factory=partial(BytesInFlight, 0))
@@ -61,7 +61,7 @@ class Tuning:
     def observe_workers(
         self, controller: Controller, latest: Counters, deaths: int
     ) -> None:
-        """Observe an iteration's number of workers, once; ``deaths`` in all of them."""
+        """Observe an iteration's number of workers, once; ``deaths``: total so far."""
         died, self.deaths = deaths - self.deaths, deaths
         is_known, self.observed = self.observed is latest.iteration, latest.iteration
         records = latest.recorded()
@@ -79,7 +79,7 @@ class Tuning:
 
 @dataclass
 class _Round:
-    """Reads that are measured together."""
+    """One measurement over several reads, added up as they end."""
 
     began: float
     failures: int
@@ -91,7 +91,7 @@ class _Round:
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class Tuner:
-    """Measure one iteration and change the arguments that the loader chooses."""
+    """The tuner of one iteration, which measures and sets ``"auto"`` arguments."""
 
     tuning: Tuning
     concurrency: Controller | None  # of samples read at a time
@@ -99,19 +99,19 @@ class Tuner:
     given: int  # batches per reader in the window that an iteration starts with
     readers: int  # how many have a window
     batch_size: int
-    prefetch_bytes: int | None  # bytes that may be held; None: by the free memory
+    prefetch_bytes: int | None  # bytes that may be held; None: limited by memory
     ready: Sized = ()  # the queue that the consumer takes batches from
 
     def __post_init__(self) -> None:
         self._held = self.tuning.held
         self._check_memory()
         self._max_concurrency = self.concurrency.most if self.concurrency else 0
-        # The greatest values of both controllers, however small the batches are.
+        # The upper bounds of both controllers, even for the smallest batches.
         self._bounds = self._max_concurrency, self.prefetch.most if self.prefetch else 0
         self._round: _Round | None = None
         self._has_changed = True
         self._taken = 0  # batches delivered
-        # Start of this period: its time, its batch, the seconds waited before.
+        # Start of the period: its time, batches taken and seconds waited so far.
         self._period = 0.0, 0, 0.0
         self._on_device = 0
 
@@ -124,7 +124,7 @@ class Tuner:
         Args:
             began: When it started, by ``time.perf_counter``.
             failures: Reads that have failed so far.
-            is_busy: Whether as many as allowed are in flight, and more are waiting.
+            is_busy: Whether as many reads as allowed are in flight and more wait.
         """
         controller = self.concurrency
         assert controller is not None
@@ -158,15 +158,15 @@ class Tuner:
         return controller.value
 
     def begin(self, window: Window) -> Window:
-        """Return the window to start with."""
+        """Return the window that the iteration starts with."""
         if self.prefetch is not None:
             self._on_device = window.batches - self.readers * self.given
         return self._fitted(window)
 
     def note_batch(self, batch: Any, window: Window, waited: float) -> Window:
-        """Record a delivered batch, or None; return the window from now on.
+        """Record a result (``batch`` None: it had no batch); return the new window.
 
-        ``waited`` are the consumer's seconds in this iteration so far.
+        ``waited``: seconds for which the consumer has waited in this iteration.
         """
         now = time.perf_counter()
         if batch is not None:
@@ -189,7 +189,7 @@ class Tuner:
         return self._fitted(window)
 
     def _fitted(self, window: Window) -> Window:
-        """Return the window by the controllers' values and the held bytes."""
+        """Return the window with the controllers' values, limited by held bytes."""
         batches, samples, most = window.batches, window.samples, sys.maxsize
         prefetch, reading = self.prefetch, self.concurrency
         if self._held.greatest or self.prefetch_bytes is not None:
@@ -206,7 +206,7 @@ class Tuner:
         return replace(window, batches=batches, samples=samples, most=most)
 
     def _limit(self, most: int) -> None:
-        """Limit all controllers to the bytes that may be held, ``most`` batches."""
+        """Limit both controllers to the bytes that may be held: ``most`` batches."""
         concurrency, prefetch = self._bounds
         samples = self._held.most * self.batch_size // self._held.greatest
         self._max_concurrency = max(1, min(concurrency, samples))

@@ -1,1 +1,1 @@
-"""Memory for batches, and messages between processes. No torch, no event loop."""
+"""Memory for batches and messages between processes, without torch and asyncio."""

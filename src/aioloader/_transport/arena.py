@@ -1,8 +1,8 @@
-"""Shared memory between two processes: slots that batches are written into, in place.
+"""An arena: slots in shared memory into which a worker writes batches in place.
 
-A worker writes an anonymous memory file, and both processes map it. The first page has
-a state byte per slot: the writer takes free slots, and the reader frees a slot when the
-last view of its batch is dropped, with one store that is safe in any finalizer. Neither
+The worker writes to an anonymous memory file, which both processes map. The first page
+has a state byte per slot. The writer takes free slots; the reader frees a slot when the
+last view of its batch is dropped, by one store that is safe in any finalizer. Neither
 side waits: a writer without a free slot adds one.
 
 The first page also lists the batches that the worker is making (ticket, stage, start).
@@ -37,7 +37,7 @@ _IDLE_BATCHES = 64
 # Slots are added in segments of at most this many: a mapping costs a descriptor (before
 # Python 3.13), and unwritten pages cost nothing.
 _MAX_ADDED = 8
-# Slots from this size on are added only if the machine has the memory.
+# Slots of this size or more are added only if the machine has the memory.
 _MIN_CHECKED = 1 << 28
 
 
@@ -74,7 +74,7 @@ class _SlotEntry:
 
 
 class Table:
-    """The batches that a worker is making, a row each; the memory outlives it."""
+    """A table of the batches that a worker is making; it outlives the worker."""
 
     descriptor: int  # of the file with the table
     _cells: memoryview  # of int64
@@ -92,7 +92,7 @@ class Table:
         self._cells[row * FIELDS] = 0
 
     def in_flight(self) -> list[InFlight]:
-        """Return the batches in flight, by ticket."""
+        """Return the batches that the worker is making, sorted by ticket."""
         cells, now = self._cells, time.monotonic_ns()
         return sorted(
             InFlight(cells[cell] - 1, cells[cell + 1], (now - cells[cell + 2]) / 1e9)
@@ -108,7 +108,7 @@ class Table:
 
 
 class _Side(Table):
-    """Either side of an arena. It maps the first page, and creates a missing file."""
+    """The base of both sides of an arena; creates its file if none is given."""
 
     _locked: Container[int]  # the page-locked slots that this side knows of
 
@@ -127,12 +127,12 @@ class _Side(Table):
         self._cells = memoryview(self._states)[_MAX_SLOTS:].cast("q")
 
     def free(self, ref: SlotRef) -> None:
-        """Free a slot: the writer before it is sent, the reader afterwards."""
+        """Free a slot; called by the writer until it is sent, then by the reader."""
         self._states[ref.number] = _LOCKED if ref.number in self._locked else _FREE
 
 
 class ArenaWriter(_Side):
-    """The worker's side, which takes and fills slots; for any thread."""
+    """The worker's side of an arena: takes slots to fill, from any thread."""
 
     def __init__(self, descriptor: int | None = None) -> None:
         super().__init__(descriptor)
@@ -146,8 +146,8 @@ class ArenaWriter(_Side):
     def take(self, nbytes: int) -> tuple[SlotRef, Slot]:
         """Take a slot of at least ``nbytes``, adding one if none is free.
 
-        Write to the view only until the reference is sent. The slot is not reused while
-        the view, or a ``memoryview`` of it, is alive.
+        The view may be written until the reference is sent. The slot is not reused
+        while the view, or a ``memoryview`` of it, is alive.
 
         Raises:
             BatchTooLargeError: If the machine has no memory for it.
@@ -187,7 +187,7 @@ class ArenaWriter(_Side):
         try:
             os.ftruncate(self.descriptor, self._end + count * size)
             memory = mmap.mmap(self.descriptor, count * size, offset=self._end)
-        except (OSError, OverflowError) as error:  # by a limit of the process, say
+        except (OSError, OverflowError) as error:  # perhaps by a limit of the process
             raise _too_large(size, memory_left(), f" ({error})") from error
         for offset in range(0, count * size, size):
             ref = SlotRef(self._count, self._end, size)
@@ -214,7 +214,7 @@ class ArenaWriter(_Side):
 
 
 class ArenaReader(_Side):
-    """The loader's side: reads in place, and frees the slots of dropped batches."""
+    """The loader's side of an arena: reads in place, and frees dropped batches."""
 
     def __init__(
         self, descriptor: int | None = None, *, locker: Locker | None = None
@@ -250,7 +250,7 @@ class ArenaReader(_Side):
                 memory.madvise(mmap.MADV_REMOVE, ref.start - first, ref.size)
 
     def _segment_of(self, ref: SlotRef) -> tuple[int, LockableMap]:
-        """Return the mapping of a slot, and its first byte in the file."""
+        """Return a slot's segment: its first byte in the file, and its mapping."""
         for first, memory in self._segments:
             if first <= ref.start and ref.start + ref.size <= first + len(memory):
                 return first, memory

@@ -16,13 +16,13 @@ from collections.abc import Sequence
 
 # A larger frame is written to a memory file, whose descriptor is sent.
 MAX_INLINE = 1 << 16
-# Descriptors of one frame; a large frame has one more, of its file.
+# The most descriptors per frame; a large frame has one more, of its file.
 MAX_DESCRIPTORS = 31
 # Room for frames that are not read yet; the kernel may grant less.
 _BUFFER_BYTES = 1 << 21
 _INLINE, _IN_FILE = b"\0", b"\1"
-# The length of a frame, before it in a pipe. The kernel keeps small writes whole, even
-# if several processes write or one is killed, and one read returns all of them.
+# In a pipe, its length precedes a frame. The kernel keeps small writes whole, even if
+# several processes write or one is killed. One read may return several frames.
 _SIZE = struct.Struct("<H")
 if hasattr(socket, "MSG_CMSG_CLOEXEC"):  # Linux: elsewhere there are no channels
     # As plain integers: an enum's `|` costs as much as the call.
@@ -37,25 +37,25 @@ _ADOPTED: list["Channel"] = []
 
 
 class Channel(socket.socket):
-    """One end of a connected ``SOCK_SEQPACKET``."""
+    """One end of a connected pair of ``SOCK_SEQPACKET`` sockets."""
 
     # No ResourceWarning: a worker process ends without unwinding.
     __del__ = socket.socket.close
 
     @classmethod
     def pair(cls) -> tuple["Channel", "Channel"]:
-        """Return a loader's end, which never blocks, and a worker's, which does."""
+        """Return a non-blocking end for a loader and a blocking end for a worker."""
         pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         loader_end, worker_end = [cls(fileno=end.detach()) for end in pair]
         for end in (loader_end, worker_end):
-            # Whatever socket.setdefaulttimeout() says.
+            # Independent of socket.setdefaulttimeout().
             end.setblocking(end is worker_end)
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
         return loader_end, worker_end
 
     @classmethod
     def adopt(cls, descriptor: int) -> "Channel":
-        """Return the channel of a descriptor that was inherited or received."""
+        """Return a blocking channel for an inherited or received descriptor."""
         channel = cls(fileno=descriptor)
         channel.setblocking(True)  # noqa: FBT003  (its only argument)
         _ADOPTED.append(channel)
@@ -92,7 +92,7 @@ class Channel(socket.socket):
     ) -> tuple[bytes | memoryview, list[int]] | None:
         """Return the next frame and its descriptors, now owned by the caller.
 
-        None if there is no frame yet and the call does not block.
+        Return None if there is no frame yet and the call does not block.
 
         Raises:
             EOFError: If the peer is gone and all its frames have been read.
@@ -102,7 +102,7 @@ class Channel(socket.socket):
             try:
                 data, extra, _, _ = self.recvmsg(MAX_INLINE + 1, _SPACE, flags)
             except ConnectionResetError:
-                # The peer left our frames unread: reported once, before its frames.
+                # The peer left our frames unread: reported once, before its own frames.
                 data, extra, _, _ = self.recvmsg(MAX_INLINE + 1, _SPACE, flags)
         except BlockingIOError:
             return None
@@ -118,7 +118,7 @@ class Channel(socket.socket):
             os.close(file)
 
     def pause(self, seconds: float | None) -> None:
-        """Sleep, forever if None; raise ``EOFError`` as soon as the peer is gone."""
+        """Sleep (None: forever); raise ``EOFError`` as soon as the peer is gone."""
         poll = select.poll()
         poll.register(self, 0)  # hanging up is reported in any case
         if poll.poll(None if seconds is None else seconds * 1000):
@@ -126,7 +126,7 @@ class Channel(socket.socket):
 
 
 def write_small(pipe: int, frame: bytes) -> bool:
-    """Write a frame to a pipe if it is small and there is room; tell whether it did."""
+    """Write a small frame to a pipe with room; return whether it was written."""
     with contextlib.suppress(BlockingIOError):
         if len(frame) + _SIZE.size <= select.PIPE_BUF:
             os.write(pipe, _SIZE.pack(len(frame)) + frame)
@@ -135,7 +135,7 @@ def write_small(pipe: int, frame: bytes) -> bool:
 
 
 def read_small(pipe: io.FileIO, rest: bytes) -> tuple[list[memoryview], bytes]:
-    """Return the frames that have arrived, and the rest: the beginning of the next."""
+    """Read a pipe; return whole frames, and the ``rest`` for the next call."""
     rest += pipe.read(MAX_INLINE) or b""
     frames, view, used = list[memoryview](), memoryview(rest), 0
     while len(rest) >= (start := used + _SIZE.size):

@@ -1,8 +1,8 @@
-"""Encode objects as a small header and raw buffers, and back (pickle protocol 5).
+"""Encode objects as a small header and raw buffers, and decode them (pickle 5).
 
 Arrays, and other objects that the sender's reducers turn into buffers, go out of band;
-the sender decides where to put them (``lay_out``). Objects that plain pickle refuses
-(lambdas, local classes, classes of ``__main__``) are pickled by value.
+the sender decides where to put the buffers (``lay_out``). Values with parts that plain
+pickle refuses (lambdas, local classes) are pickled by value.
 """
 
 import contextlib
@@ -38,8 +38,8 @@ def encode(
 ) -> tuple[bytes, Buffers]:
     """Return ``value`` as a header and the buffers it refers to.
 
-    It accepts the same objects as a ``multiprocessing`` queue. ``reducers`` are by
-    exact type; buffers of less than ``min_bytes`` stay in the header.
+    It accepts all objects that a ``multiprocessing`` queue accepts. ``reducers`` are by
+    exact type. Buffers of less than ``min_bytes`` stay in the header.
     """
     known = ForkingPickler._extra_reducers  # type: ignore[attr-defined]  # noqa: SLF001  (torch's are there)
     try:
@@ -56,7 +56,7 @@ def encode(
 def encode_portable(
     value: Any, reducers: Reducers, min_bytes: int = MIN_BUFFER_BYTES
 ) -> tuple[bytes, Buffers]:
-    """Encode for any process: by value if it refers to a module that may be missing."""
+    """Encode for any process; by value if the process may lack a needed module."""
     header, buffers = encode(value, reducers, min_bytes)
     if any(name.encode() in header for name in _modules_by_value()):
         return encode_by_value(value, reducers, min_bytes)
@@ -66,7 +66,7 @@ def encode_portable(
 def encode_by_value(
     value: Any, reducers: Reducers, min_bytes: int = MIN_BUFFER_BYTES
 ) -> tuple[bytes, Buffers]:
-    """Encode for a process that has another ``__main__`` or lacks our modules."""
+    """Encode for a process with another ``__main__`` or without our modules."""
     import cloudpickle
 
     table = ChainMap(dict(reducers), _BY_VALUE, cloudpickle.Pickler.dispatch_table)
@@ -106,7 +106,7 @@ def _reduce_property(value: functools.cached_property[Any]) -> Any:
 def _name_of_global(value: object) -> str | None:
     """Return the name of ``value`` in a module that is pickled by value, or None.
 
-    It may be a global, an attribute of a class, or a part of an event or queue.
+    ``value`` may be a global, a class attribute, or a part of an event or queue.
     """
     modules, seen = _modules_by_value(), set[int]()
     spaces = [vars(sys.modules[name]) for name in modules if name in sys.modules]
@@ -123,9 +123,9 @@ def _name_of_global(value: object) -> str | None:
 
 
 def _reduce_global(make: Callable[[], object], value: Any) -> Any:
-    """Reduce a module's global lock or the like: the other process creates its own.
+    """Reduce a module's global lock or similar; the other process creates its own.
 
-    Elsewhere, as in a dataset's attribute, it is refused as by ``pickle``.
+    Other values, such as a dataset's lock, are left to ``pickle``, which refuses them.
     """
     name = _name_of_global(value)
     if name is None:
@@ -143,7 +143,7 @@ def _reduce_variable(variable: "contextvars.ContextVar[Any]") -> Any:
     return _reduce_global(make, variable)
 
 
-# Types that cloudpickle refuses or looks up by name. ``singledispatch`` uses the last.
+# Types that cloudpickle refuses or looks up by name; ``singledispatch`` has the last.
 _BY_VALUE: dict[type, Callable[[Any], Any]] = {
     functools._lru_cache_wrapper: _reduce_cached,  # noqa: SLF001  (it has no other name)
     functools.cached_property: _reduce_property,
@@ -177,14 +177,14 @@ def _dump(
 
 
 def decode(header: bytes | memoryview, buffers: Sequence[Any] = ()) -> Any:
-    """Return the object; its arrays are views that keep ``buffers`` alive."""
+    """Return the decoded object; its arrays are views that keep ``buffers`` alive."""
     return pickle.loads(header, buffers=buffers)  # noqa: S301  (our own processes)
 
 
 def lay_out(
     raws: Sequence[memoryview], addresses: Sequence[int], end: int
 ) -> tuple[list[Extent], PendingCopies, int]:
-    """Lay buffers out from byte ``end`` on; overlapping ones still overlap.
+    """Assign places to buffers from byte ``end`` on; overlapping ones still overlap.
 
     Tensors may be views of the same memory, such as the inputs and targets of a
     language model. Each byte is copied once, so that they share memory at the receiver,
@@ -200,7 +200,7 @@ def lay_out(
     """
     extents: list[Extent] = [(0, 0)] * len(raws)
     copies: PendingCopies = []
-    start = first = last = 0  # of a block of memory: its place, its addresses
+    start = first = last = 0  # of a block of memory: place, first and last address
     for k in sorted(range(len(raws)), key=addresses.__getitem__):
         raw, address, nbytes = raws[k], addresses[k], raws[k].nbytes
         if address < last:
@@ -220,7 +220,7 @@ def lay_out(
 
 
 def overlap(extents: Sequence[Extent]) -> bool:
-    """Tell whether any two parts of memory overlap."""
+    """Tell whether any two of the extents overlap."""
     last = 0
     for address, nbytes in sorted(extents):
         if address < last:

@@ -1,9 +1,9 @@
 """Shared memory that a loader lends to a worker, on any operating system.
 
-The loader creates segments and sends one with a request. It is free again when the last
-view of its batch is dropped. A batch that fits into no segment travels by pipe, and the
-next segments are larger. Segments are nameless (on Windows, named while they are
-mapped), so none is left, however the processes end.
+The loader creates segments and sends one with a request. A segment is free again when
+the last view of its batch is dropped. A batch that fits into no segment travels by
+pipe, and the next segments are larger. Segments have no names (on Windows, only while
+they are mapped), so none is left, however the processes end.
 """
 
 import collections
@@ -27,7 +27,7 @@ from aioloader._transport.slots import LockableMap, Locker, Slot, rounded
 
 # How another process maps a segment: by a descriptor, or by a name on Windows.
 Handle: TypeAlias = int | str
-# Slots from this number on are not in a segment: their bytes follow the frame.
+# Slots from this number on are not in segments: their bytes follow the frame.
 PIPED = 1 << 40
 # Segments grow at least by this factor, so that few of them are too small.
 _GROWTH = 1.5
@@ -76,7 +76,7 @@ def unnamed_file() -> int:
 
 
 def table_in(descriptor: int) -> memoryview:
-    """Return the cells of a ``Table`` in a file."""
+    """Map a file's first page, and return the cells of the ``Table`` there."""
     memory = mmap.mmap(descriptor, mmap.PAGESIZE)
     return memoryview(memory)[: MAX_IN_FLIGHT * FIELDS * 8].cast("q")
 
@@ -97,8 +97,8 @@ def _unnamed_memory() -> int:
 class Lender(Table):
     """The loader's side: lends segments to one worker, and reads batches in place.
 
-    One thread calls ``lend``, and one at a time ``arrive`` and ``lease``; any thread
-    may drop a batch. ``locker`` page-locks the segments.
+    Only one thread may call ``lend``. Only one at a time may call ``arrive`` and
+    ``lease``. Any thread may drop a batch. ``locker`` page-locks the segments.
     """
 
     def __init__(self, locker: Locker | None = None) -> None:
@@ -117,10 +117,10 @@ class Lender(Table):
         self.lent: set[int] = set()  # as in ``ArenaReader``
 
     def lend(self, most: int) -> tuple[int, int, Handle | None] | None:
-        """Return number, size and handle of a segment, if the worker needs one.
+        """Return a segment's number, size and handle; None if none is lent.
 
-        The caller owns the handle, which only a new segment has. The worker needs at
-        most ``most`` segments.
+        The caller owns the handle, which only a new segment has. The worker has at most
+        ``most`` segments of the needed size.
         """
         with self._lock:
             needed = self._needed
@@ -149,7 +149,7 @@ class Lender(Table):
         return number, size, handle
 
     def arrive(self, ref: SlotRef, used: int, frame: memoryview) -> None:
-        """Note that a batch of ``used`` bytes has come in a slot or after its frame."""
+        """Note that a batch of ``used`` bytes has come, in a slot or by pipe."""
         with self._lock:
             if ref.number < PIPED:
                 self._at_worker.discard(ref.number)
@@ -159,7 +159,7 @@ class Lender(Table):
                     self._needed = max(used, int(_GROWTH * self._needed))
 
     def lease(self, ref: SlotRef, nbytes: int) -> Slot:
-        """Do as ``ArenaReader.lease``; a piped batch is copied from its frame."""
+        """Return a slot's first ``nbytes``; a piped batch is copied from its frame."""
         if ref.number >= PIPED:
             return Slot((nbytes,), np.uint8, bytearray(self._piped[:nbytes]))
         view = Slot((nbytes,), np.uint8, self._segments[ref.number])
@@ -168,7 +168,7 @@ class Lender(Table):
         return view
 
     def free(self, ref: SlotRef) -> None:
-        """Free the slot of a batch that was dropped."""
+        """Free the slot of a dropped batch, so that it can be lent again."""
         if ref.number < PIPED:
             self._free.append(ref.number)
 
@@ -179,7 +179,7 @@ class Lender(Table):
 
 
 class Borrower(Table):
-    """The worker's side: fills segments that the loader lends; for any thread."""
+    """The worker's side: takes segments that the loader lends, from any thread."""
 
     def __init__(self, descriptor: int) -> None:
         self._cells = table_in(descriptor)
@@ -192,14 +192,14 @@ class Borrower(Table):
         self._piped: dict[int, Slot] = {}
 
     def add(self, number: int, size: int, handle: Handle | None) -> None:
-        """Add a segment that the loader has lent."""
+        """Add a segment that the loader has lent; map it if it has a ``handle``."""
         with self._lock:
             if handle is not None:
                 self._maps[number] = attach(handle, size)
             self._free.append(number)
 
     def take(self, nbytes: int) -> tuple[SlotRef, Slot]:
-        """Take a segment of at least ``nbytes``, or private memory."""
+        """Take a segment of at least ``nbytes``, or private memory if none is free."""
         with self._lock:
             for number in self._free:
                 memory, view = self._maps[number], self._views.get(number)
@@ -215,7 +215,7 @@ class Borrower(Table):
             return ref, self._piped[ref.number]
 
     def free(self, ref: SlotRef) -> None:
-        """Free a slot whose batch is not sent."""
+        """Free a slot whose batch will not be sent."""
         with self._lock:
             if ref.number < PIPED:
                 self._free.append(ref.number)
@@ -223,7 +223,7 @@ class Borrower(Table):
                 del self._piped[ref.number]
 
     def piped(self, ref: SlotRef, used: int) -> memoryview:
-        """Return the bytes that must follow the frame of a batch; drop its slot."""
+        """Return the bytes to send after a batch's frame; drop its private slot."""
         if ref.number < PIPED:
             return memoryview(b"")
         with self._lock:

@@ -1,9 +1,9 @@
 """Recycled memory for batches: a slot is free again when its last view is dropped.
 
-Fresh memory costs a page fault for every 4 KB, two to three times the copy into it, so
-a pool reuses the mappings of dropped batches. A consumer that keeps its batches gets
-fresh memory. Memory can be page-locked, so that a device reads it in place. Locking
-takes milliseconds, so memory stays locked as long as it is mapped.
+Fresh memory costs a page fault for every 4 KB, which takes two to three times as long
+as the copy into it. So a pool reuses the mappings of dropped batches; a consumer that
+keeps its batches gets fresh memory. Memory can be page-locked, so that a device reads
+it in place. Locking takes milliseconds, so memory stays locked while it is mapped.
 """
 
 import contextlib
@@ -18,10 +18,10 @@ import numpy as np
 
 
 class Slot(np.ndarray[Any, np.dtype[np.uint8]]):
-    """Bytes that live as long as an array or a tensor over them.
+    """An array of bytes that lives as long as any array or tensor over it.
 
-    A subclass, because a numpy view of a view refers to the last array of its own type:
-    that must not be one below the slot.
+    A plain array would not: numpy lets a view of a view refer to the lowest array of
+    the same type, which may be one below the slot.
     """
 
 
@@ -32,8 +32,8 @@ Allocator: TypeAlias = Callable[[int], Any]
 Locker: TypeAlias = Callable[[int, int], Callable[[], object] | None]
 # The C library recycles smaller buffers well enough by itself.
 MIN_BYTES = 1 << 18
-# Free mappings kept per size: this many, or this many bytes, because dozens of small
-# batches may be in flight; and bytes of all sizes together.
+# Free mappings kept per size: this many, or this many bytes if that is more, because
+# dozens of small batches may be in flight. Then the limit in bytes for all sizes.
 _MAX_FREE = 8
 _MAX_FREE_BYTES_PER_SIZE = 1 << 25
 _MAX_FREE_BYTES = 1 << 28
@@ -60,8 +60,8 @@ class LockableMap(mmap.mmap):
     def unlock(self, start: int) -> None:
         self._unlocks.pop(start)()
 
-    # Before it is unmapped: a device's driver identifies memory by its address. A weak
-    # reference's callback would come too late.
+    # Unlock before unmapping: a device's driver identifies memory by its address. A
+    # weak reference's callback would come too late.
     def __del__(self) -> None:
         for unlock in self._unlocks.values():
             unlock()
@@ -69,7 +69,7 @@ class LockableMap(mmap.mmap):
 
 @dataclass(eq=False, repr=False)
 class SlotPool:
-    """Memory by size, in steps of an eighth, so that batch sizes may vary."""
+    """Recycled memory in size classes, so that batches of similar size share it."""
 
     locker: Locker | None = None  # page-locks new mappings, if set
     _free: dict[int, deque[LockableMap]] = field(default_factory=dict, init=False)
@@ -77,8 +77,8 @@ class SlotPool:
     def lease(self, nbytes: int) -> Slot:
         """Return memory for one batch: uint8, aligned to a page, not zeroed.
 
-        It is in use while the slot, or any array, tensor or ``memoryview`` over it, is
-        alive.
+        The memory is in use while the slot, or any array, tensor or ``memoryview`` over
+        it, is alive.
         """
         size = rounded(nbytes)
         free = self._free.get(size)
@@ -111,6 +111,6 @@ class SlotPool:
 
 
 def rounded(nbytes: int) -> int:
-    """Return ``nbytes`` rounded up to a page, or an eighth of its power of two."""
+    """Return ``nbytes`` rounded up to pages, or eighths of the next power of two."""
     step = max(mmap.PAGESIZE, 1 << max(0, nbytes.bit_length() - 3))
     return -(-nbytes // step) * step
