@@ -317,7 +317,7 @@ class Relation:
         self._from = f"{rows} AS q"
 
     def describe(self) -> dict[str, Any]:
-        """Return the settings that decide the rows as JSON-ready data, with a digest."""
+        """Return the settings that decide the rows; JSON-ready, with a digest."""
         words = repr((self.text, self.parameters)).encode("utf-8", "surrogatepass")
         return {
             "query": self.label,
