@@ -110,7 +110,7 @@ async def test_near_stores_are_read_less_far_ahead(
     is_far: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Whatever the latency of this machine.
-    monkeypatch.setattr(stored_bytes, "_FAR", 0.0 if is_far else math.inf)
+    monkeypatch.setattr(stored_bytes, "_FAR_SECONDS", 0.0 if is_far else math.inf)
     body = big_shard(1500, 8000)
     with ObjectServer({f"{i}.tar": body for i in range(4)}) as server:
         stream = TarDataset(

@@ -276,6 +276,14 @@ class Relation:
     query has placeholders for ``parameters``. See ``SQLDataset`` for the arguments.
     """
 
+    text: str
+    key: str
+    columns: tuple[str, ...] | None
+    parameters: tuple[Any, ...]
+    is_query: bool
+    label: str
+    key_column: str  # as an SQL expression
+
     def __init__(
         self,
         text: str,
@@ -311,7 +319,7 @@ class Relation:
             raise ValueError(f"columns must not repeat, got {', '.join(names)}")
         for name in names:
             quoted(name)
-        self.key_column = column(key)  # an SQL expression
+        self.key_column = column(key)
         # Parentheses are on separate lines, because a query may end with a comment.
         rows = f"(\n{text.rstrip().rstrip(';')}\n)" if self.is_query else self.table()
         self._from = f"{rows} AS q"

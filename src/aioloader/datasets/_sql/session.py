@@ -190,6 +190,9 @@ class KeyRange(NamedTuple):
 class Session(abc.ABC):
     """Base class for the snapshot and the connections of one iteration."""
 
+    address: DatabaseURL
+    relation: Relation
+    deadline: float
     _placeholder: str  # precedes the number of a query parameter
 
     def __init__(
