@@ -231,7 +231,7 @@ def send_by_value_what_cannot_be_imported() -> None:
 
 @functools.lru_cache(1)
 def _importer(path: object, directory: object) -> Callable[..., bool]:  # noqa: ARG001
-    """Return a ``_can_import`` with a new cache, for this path and directory."""
+    """Return a cached ``_can_import``, new whenever the path or directory changes."""
     return functools.cache(_can_import)
 
 
@@ -264,7 +264,7 @@ def _can_import(name: str, file: str | None, is_plain: bool) -> bool:  # noqa: F
 def _is_same_file(
     first: str, second: str | None, stat: Callable[[str], os.stat_result] = os.stat
 ) -> bool:
-    """Tell whether two paths, one of them perhaps a link, name the same file."""
+    """Tell whether two paths lead to the same file, perhaps through a link."""
     try:
         return second is not None and os.path.samestat(stat(first), stat(second))
     except OSError:
@@ -349,5 +349,5 @@ def _write(file: int, data: memoryview, offset: int) -> int:
 
 
 def _gap(offset: int, nbytes: int) -> int:
-    """Return the padding before a buffer in bytes: big ones start on a new page."""
+    """Return how many bytes to skip before a buffer; a big one starts on a new page."""
     return -offset % (_ALIGN if nbytes >= _BIG else _ALIGN_SMALL)
