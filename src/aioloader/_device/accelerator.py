@@ -201,7 +201,7 @@ class CudaAccelerator(Accelerator):
 def accelerator_of(
     device: torch.device, opened: dict[torch.device, Accelerator]
 ) -> Accelerator:
-    """Return the accelerator for ``device`` from the cache ``opened``, or add it.
+    """Return the accelerator for ``device`` from ``opened``; add it if it is missing.
 
     A device without an index is this thread's current one, or 0 if there is none yet.
     """

@@ -47,7 +47,7 @@ def map_leaves(
 
 
 def leaves_of(value: Any, chosen: Choose | None = None) -> Iterator[Any]:
-    """Yield the leaves that ``map_leaves`` converts; repeat those that occur twice."""
+    """Yield the leaves that ``map_leaves`` converts, including repeated ones."""
     if is_leaf(value):
         yield value
         return

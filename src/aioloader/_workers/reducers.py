@@ -72,7 +72,7 @@ def _reduce_rare(note: NoteSpan, tensor: torch.Tensor) -> Any:
 
 
 def _flipped(tensor: torch.Tensor, conj: bool, neg: bool) -> torch.Tensor:  # noqa: FBT001
-    """Return the tensor, or a view whose conjugate or negative bit is flipped."""
+    """Return a view with the conjugate or negative bit flipped, or the tensor itself."""
     tensor = tensor.conj() if conj else tensor
     return torch._neg_view(tensor) if neg else tensor  # noqa: SLF001
 

@@ -121,7 +121,7 @@ class ProcessLink:
         self._sender.stop(self._requests.close)
 
     def look(self) -> bool:
-        """Return whether the process runs; terminate or kill it if it is overdue."""
+        """Tell whether the process runs; terminate or kill it if it is overdue."""
         if self.process.poll() is not None:
             return False
         if self.late and time.monotonic() > self.late[0][0]:

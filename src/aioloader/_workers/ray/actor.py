@@ -120,7 +120,7 @@ class RayActor:
 
 
 def _opened(packed: PackedTask) -> WorkerSpec:
-    """Unpickle the spec.
+    """Unpickle the ``WorkerSpec`` of an actor.
 
     Big buffers are not copied, so arrays over them are read-only. Torch has no
     read-only tensors: all workers of the node would see a write to a tensor.
