@@ -171,7 +171,7 @@ def _by_way(batch: Any, chosen: Choose | None = None) -> defaultdict[str, list[A
 
 
 def _way_of(leaf: Any) -> str:
-    """Return how a leaf moves; "resident" for tensors on a device, "" for other values."""
+    """Return how a leaf moves, "resident" if it is on a device, "" for other values."""
     if not isinstance(leaf, torch.Tensor):
         if not (moves_itself(leaf) and _is_on_host(leaf)):
             return ""

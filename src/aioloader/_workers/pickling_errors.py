@@ -14,7 +14,7 @@ _PARTS = (
 
 
 def explain(spec: object, error: Exception, reducers: Reducers = _NONE) -> str:
-    """Return a message that names what cannot be pickled; if all can, raise ``error``."""
+    """Return a message naming what cannot be pickled; if nothing, raise ``error``."""
     for name in _PARTS:
         part = getattr(spec, name, None)
         refusal = _refusal(part, set(), reducers)

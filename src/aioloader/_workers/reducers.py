@@ -72,7 +72,7 @@ def _reduce_rare(note: NoteSpan, tensor: torch.Tensor) -> Any:
 
 
 def _flipped(tensor: torch.Tensor, conj: bool, neg: bool) -> torch.Tensor:  # noqa: FBT001
-    """Return a view with the conjugate or negative bit flipped, or the tensor itself."""
+    """Return the tensor, or a view with its conjugate or negative bit flipped."""
     tensor = tensor.conj() if conj else tensor
     return torch._neg_view(tensor) if neg else tensor  # noqa: SLF001
 

@@ -40,7 +40,7 @@ class ReceivedDescriptor(NamedTuple):
 
 
 class _Child:
-    """A replacement for ``multiprocessing``'s child that collects descriptors."""
+    """Replaces ``multiprocessing``'s child process, in order to collect descriptors."""
 
     DupFd = ReceivedDescriptor
 

@@ -64,7 +64,7 @@ class WorkerSpec(Recipe):
 
     @property
     def is_addressed(self) -> bool:
-        """Whether each request is for a certain worker, not for any free one.
+        """Whether each request goes to a certain worker, rather than to any free one.
 
         True for replicas of a stream; for stateful map-style datasets, because a copy's
         state depends on the samples it has read; and if code may use a worker's own
@@ -152,7 +152,7 @@ def _directory(getcwd: Callable[[], str] = os.getcwd) -> str:
 
 @dataclass(eq=False, repr=False)
 class Surroundings:
-    """Process-wide settings of the user's process, for workers not forked from it."""
+    """Settings of the user's process, for workers that are not forked from it."""
 
     directory: str = field(default_factory=_directory)
     path: list[str] = field(
@@ -215,7 +215,7 @@ def _each(convert: Callable[[Any], Any], objects: Iterable[Any]) -> list[Any]:
 def send_by_value_what_cannot_be_imported() -> None:
     """Make cloudpickle send modules by value that workers cannot import by name.
 
-    Such a module was loaded from a file: a test by pytest, a configuration, a plugin.
+    Such a module was loaded from a file, for example a test, configuration or plugin.
     Importing its name might even find another file on ``sys.path``.
     """
     import cloudpickle

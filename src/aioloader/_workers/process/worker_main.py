@@ -226,7 +226,7 @@ class KernelEndpoint(Endpoint):
 def _end_process(error: BaseException) -> NoReturn:
     """End the process, as an uncaught ``error`` in the main thread would.
 
-    A worker of torch ends the same way; the loader sees that it has died.
+    A worker of torch ends in the same way. The loader handles the worker's death.
     """
     code = error.code if isinstance(error, SystemExit) else 1
     sys.stdout.flush()
