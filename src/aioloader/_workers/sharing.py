@@ -40,7 +40,7 @@ class ReceivedDescriptor(NamedTuple):
 
 
 class _Child:
-    """Replaces ``multiprocessing``'s child process, in order to collect descriptors."""
+    """A substitute for ``multiprocessing``'s child process, to collect descriptors."""
 
     DupFd = ReceivedDescriptor
 

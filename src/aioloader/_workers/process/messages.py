@@ -78,7 +78,7 @@ class Request(NamedTuple):
 
 
 class Packer(threading.local):
-    """Packs batches into frames, and lends memory in a slot to create batches in.
+    """A packer, which puts batches into frames and lends memory to create them in.
 
     Each thread packs one batch at a time. Batches of up to ``inline_bytes`` are sent
     inside the frame.

@@ -1,4 +1,4 @@
-"""Make the batches of a dead worker process again, or report them as lost.
+"""Have a dead worker's batches made again by other workers, or report their loss.
 
 A worker's arena outlives the worker, and records which batches the worker has taken.
 Any worker can make a map-style batch again. A stream that the worker was reading
