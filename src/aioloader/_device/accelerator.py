@@ -27,10 +27,10 @@ _LOG = logging.getLogger("aioloader")
 
 
 class Accelerator:
-    """A device used through ``torch.accelerator``: XPU, MPS, any PrivateUse1.
+    """An accelerator used through ``torch.accelerator``, such as XPU or MPS.
 
-    If the device has no streams (MPS), or its package lacks a call needed here, copies
-    block the stage's thread. They are still made before the step needs the batch.
+    Copies block the stage's thread if the device is not the current accelerator, or if
+    it lacks streams (as MPS) or a call needed here. They still run ahead of the step.
     """
 
     _module: Any = torch.accelerator
@@ -56,11 +56,11 @@ class Accelerator:
             self._module.set_stream(self._stream)  # and its device
 
     def is_locked(self, host: torch.Tensor) -> bool:
-        """Tell whether a tensor needs no staging: it is pinned, or copies block."""
+        """Tell whether ``host`` can be copied without staging memory."""
         return not self.is_async or host.is_pinned()
 
     def staging(self, like: torch.Tensor) -> torch.Tensor:
-        """Return an empty tensor on the host, page-locked if copies are async."""
+        """Return an empty tensor in host memory, page-locked if copies are async."""
         return torch.empty_like(like, device="cpu", pin_memory=self.is_async)
 
     def copy(self, host: torch.Tensor) -> torch.Tensor:
@@ -83,13 +83,13 @@ class Accelerator:
     def hand_over(
         self, mark: torch.Event | None, tensors: Iterable[Any]
     ) -> torch.Event | None:
-        """Make the consumer's stream, current in this thread, wait for ``mark``.
+        """Make the consumer's stream wait for ``mark``; return an event on that stream.
 
-        ``tensors``, the copies, keep their memory until all kernels have run that the
-        consumer queued before dropping them. Returns an event on its stream.
+        The consumer's stream is this thread's current one. The memory of ``tensors``
+        (the copies) is not reused while kernels that the consumer has queued may run.
 
         Raises:
-            RuntimeError: If a graph is being captured: a copy that is already queued
+            RuntimeError: If a graph is being captured. A copy that is already queued
                 cannot become part of it.
         """
         if mark is None:
@@ -130,12 +130,12 @@ class Accelerator:
 
 
 class CudaAccelerator(Accelerator):
-    """A CUDA (or ROCm) device, even if the process has another current accelerator.
+    """A CUDA or ROCm device, which need not be the current accelerator.
 
     Threads that wait for an event sleep. Copies continue while another thread captures
-    a graph. Slots, to which batches are written, are page-locked in place, once each,
-    so that the device copies from them directly. If locking is refused (by a limit, in
-    a container), batches are staged, and this is logged once.
+    a graph. The slots that batches are written to are page-locked in place, each once,
+    so that the device copies from them directly. If locking is refused, for example by
+    a container's limit, batches are staged, and one warning is logged.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -201,9 +201,9 @@ class CudaAccelerator(Accelerator):
 def accelerator_of(
     device: torch.device, opened: dict[torch.device, Accelerator]
 ) -> Accelerator:
-    """Return the accelerator for ``device``, opened once and kept in ``opened``.
+    """Return the accelerator for ``device`` from ``opened``; add it if it is missing.
 
-    Without an index, take this thread's current device, or 0 before initialisation.
+    A device without an index is this thread's current one, or 0 if there is none yet.
     """
     if device.index is None:
         module: Any = torch.get_device_module(device)

@@ -1,7 +1,7 @@
-"""Walk the leaves of a batch, and convert them in containers of the same types.
+"""Yield or convert the leaves of a batch; containers keep their types.
 
-As for ``default_collate``, mappings, named tuples, tuples, sequences and dataclasses
-are containers. A container whose leaves do not change is returned itself. An object
+As in ``default_collate``, mappings, named tuples, tuples, sequences and dataclasses
+are containers. A container whose leaves do not change is returned as it is. An object
 with a method ``to`` moves itself, so it is a leaf even if it contains tensors.
 """
 
@@ -47,7 +47,7 @@ def map_leaves(
 
 
 def leaves_of(value: Any, chosen: Choose | None = None) -> Iterator[Any]:
-    """Yield the leaves that ``map_leaves`` converts, repeated ones too."""
+    """Yield the leaves that ``map_leaves`` converts, including repeated ones."""
     if is_leaf(value):
         yield value
         return
@@ -76,9 +76,9 @@ def entries_of(value: Any) -> dict[Any, Any]:
 
 
 def moves_itself(value: Any) -> bool:
-    """Tell whether ``value`` is an object, not a tensor, with a method ``to``.
+    """Tell whether ``value`` has a method ``to`` and is no tensor or ``UserDict``.
 
-    A tokenizer's result also has the method, but as a ``UserDict`` it is a container.
+    A tokenizer's result has this method, but is a ``UserDict``: a container here.
     """
     is_dict = isinstance(value, (torch.Tensor, UserDict))
     return not is_dict and callable(getattr(type(value), "to", None))

@@ -1,4 +1,4 @@
-"""Move each leaf of a batch: directly, staged, packed, or by its method ``to``.
+"""Move the leaves of a batch to a device, each in the way that is fastest for it.
 
 A large tensor in page-locked memory (a slot of an arena) is copied from there. In
 pageable memory it is staged: copied to page-locked memory first. Small tensors are
@@ -41,12 +41,12 @@ class Moved:
     batch: Any
     port: Accelerator | None = None  # the device; None if the batch stays on the host
     mark: torch.Event | None = None  # event after the copies
-    # The copies, for the allocator: objects with ``record_stream``.
+    # The copies, each with the method ``record_stream``, for the allocator.
     arrived: Sequence[Any] = ()
     late: Sequence[Any] = ()  # leaves that move only when the batch is delivered
-    sources: Any = None  # the batch in host memory that is copied
+    sources: Any = None  # the host memory that is copied
     copied_bytes: int = 0  # bytes copied before delivery
-    held_bytes: int = 0  # bytes of its device memory
+    held_bytes: int = 0  # bytes of device memory that it uses
     taken: torch.Event | None = None  # event on the consumer's stream, at the hand-over
 
     def hand_over(self) -> Any:
@@ -72,7 +72,7 @@ class Moved:
             self.sources = None
 
     def end(self) -> None:
-        """Block until the consumer's stream has passed the hand-over; release all."""
+        """Wait until the consumer's stream has passed the hand-over; release memory."""
         if self.taken is not None:
             self.taken.synchronize()
         self.sources, self.late = None, ()
@@ -100,7 +100,7 @@ class Mover:
             torch.set_num_threads(1)
 
     def move(self, batch: Any) -> Moved:
-        """Start copying a batch.
+        """Start copying a batch; return the batch with its copies.
 
         Tensors on a device stay there; a tensor that occurs twice is copied once. With
         ``pins``, a batch for the host is copied to torch's page-locked memory, even
@@ -171,7 +171,7 @@ def _by_way(batch: Any, chosen: Choose | None = None) -> defaultdict[str, list[A
 
 
 def _way_of(leaf: Any) -> str:
-    """Return how a leaf is moved; an empty string if it is passed on unchanged."""
+    """Return how a leaf moves, "resident" if it is on a device, "" for other values."""
     if not isinstance(leaf, torch.Tensor):
         if not (moves_itself(leaf) and _is_on_host(leaf)):
             return ""
@@ -237,7 +237,7 @@ def _chooser(keys: BatchKeys, batch: Any) -> Choose:
 
 
 def _check_dense(tensors: Iterable[torch.Tensor]) -> None:
-    """Raise for tensors without ``record_stream``: their memory may be reused early."""
+    """Raise if a tensor is not dense: its memory might be reused while it is in use."""
     for tensor in tensors:
         if tensor.layout is not torch.strided or is_traceable_wrapper_subclass(tensor):
             raise TypeError(
@@ -255,7 +255,7 @@ def _is_on_host(leaf: Any) -> bool:
 
 
 def _storage_bytes(arrived: Sequence[Any]) -> int:
-    """Return the bytes of the tensors' device memory; count shared storages once."""
+    """Return the size of the tensors' storages in bytes; count each storage once."""
     storages = {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
         for tensor in arrived
@@ -265,7 +265,7 @@ def _storage_bytes(arrived: Sequence[Any]) -> int:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor is only strided memory: no subclass, gradient or flag."""
+    """Tell whether memory, dtype, shape and strides describe a tensor completely."""
     return (
         type(tensor) is torch.Tensor
         and tensor.layout is torch.strided

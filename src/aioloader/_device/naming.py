@@ -1,4 +1,4 @@
-"""The loader's ``device`` argument: its forms, and the device that each names."""
+"""Resolve the loader's ``device`` argument, in each of its forms, to a device."""
 
 import operator
 import sys
@@ -11,7 +11,7 @@ from typing_extensions import TypeVar
 
 from aioloader.protocols import is_async_function
 
-# The type of the batch that ``Device.transform`` returns; None without one.
+# The type of the batch that ``Device.transform`` returns; None without a transform.
 Made_co = TypeVar("Made_co", covariant=True, default=None)
 Choose: TypeAlias = Callable[[Any], bool]
 BatchKeys: TypeAlias = Collection[Any] | Choose
@@ -20,7 +20,7 @@ BatchTransform: TypeAlias = Callable[[Any], Any]
 
 @dataclass(frozen=True)
 class Device(Generic[Made_co]):
-    """Where batches are delivered, and how: ``device=Device("cuda", ahead=2)``.
+    """The device to move batches to, with options: ``Device("cuda", ahead=2)``.
 
     ``device="cuda"`` is short for ``device=Device("cuda")``.
 
@@ -118,12 +118,12 @@ def is_mesh(value: object) -> bool:
 
 
 def place_in(mesh: Any, name: str) -> int:
-    """Return this process's coordinate in a ``DeviceMesh``.
+    """Return this process's coordinate in a one-dimensional ``DeviceMesh``.
 
     ``name`` is the argument that received the mesh; errors mention it.
 
     Raises:
-        ValueError: If the mesh has several dimensions, or is without this process.
+        ValueError: If the mesh has several dimensions or lacks this process.
     """
     if mesh.ndim != 1:
         names = mesh.mesh_dim_names or ("dp",)

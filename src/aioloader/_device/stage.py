@@ -42,8 +42,8 @@ class Staged:
         self._counters = counters
         self._ready = ReadyQueue(in_order=False)
         self.wait, self.wait_async = self._ready.wait, self._ready.wait_async
-        self._asked = 0.0  # when there was room for the next batch; 0: none yet
-        # The batch, its number, when there was room, and when the copy began.
+        self._asked = 0.0  # since when there is room for a batch; 0: no room
+        # Per copy: the batch, its number, when there was room, and when the copy began.
         self._in_flight: deque[tuple[Moved, int, float, float]] = deque()
         self._taken: deque[Moved] = deque()
         self._has_started = self._is_stopped = False
@@ -104,7 +104,7 @@ class Staged:
             self._wind_up()
 
     def _step(self) -> None:
-        """Move one batch, or release the host memory of one, or sleep."""
+        """Move a batch, release a batch's host memory, or sleep until there is work."""
         has_room = self._has_room()
         if has_room and not self._asked:
             self._asked = time.perf_counter()

@@ -1,7 +1,7 @@
-"""A user's ``concurrent.futures.Executor`` as workers: threads, processes or machines.
+"""Make batches in the threads, processes or machines of a user's ``Executor``.
 
 Threads get the task itself. Processes and other machines get it pickled by value. The
-first tasks carry the functions and the dataset; they are sent again when a worker
+functions and the dataset are sent with the first tasks, and again to a worker that
 lacks them.
 """
 
@@ -40,11 +40,11 @@ from aioloader._workers.worker_spec import WorkerSpec
 from aioloader.errors import LoaderClosedError, WorkerStartError
 
 _MAX_MAKERS = 4
-_MAKERS: dict[str, BatchMaker] = {}  # used in an executor's worker: the latest makers
+_MAKERS: dict[str, BatchMaker] = {}  # in an executor's worker: its latest makers
 
 
 class ExecutorWorkers(Pool):
-    """The workers of an executor, which the user owns and shuts down."""
+    """An executor's workers; the user owns the executor and shuts it down."""
 
     def __init__(self, executor: Executor, spec: WorkerSpec) -> None:
         self.reads = spec.reads

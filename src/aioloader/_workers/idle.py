@@ -63,10 +63,10 @@ class IdleSupervisors:
     """Idle supervisors and counts of worker deaths, which a loader's pools share."""
 
     def __init__(self) -> None:
-        # Worker processes that died unexpectedly, in all epochs, and those replaced.
+        # How many worker processes have died unexpectedly, and how many were replaced.
         self.deaths = self.restarts = 0
         self.counting = fork_safe(threading.Lock())
-        # Whether the supervisor unpickles for all workers: not if that starts threads.
+        # Whether supervisors unpickle for all workers. False if that starts threads.
         self.is_shared = True
         self._idle: list[IdleSupervisor] = []
         self._ending: list[_thread.LockType] = []  # released after each wait
@@ -119,7 +119,7 @@ class IdleSupervisors:
 
 
 class Pools:
-    """The pools of one loader. A pool refers to ``supervisors``, not to this object."""
+    """One loader's worker pools; they refer to ``supervisors``, not to this object."""
 
     def __init__(self) -> None:
         self.supervisors = IdleSupervisors()

@@ -53,7 +53,7 @@ class WorkerInfo:
         return rng
 
 
-# By thread: ``info`` of a worker thread; ``rng``, seeded once for the thread.
+# Per thread: ``info`` of a worker thread, and ``rng``, seeded once per thread.
 _HERE = threading.local()
 # Generators of the current batch, by thread; in coroutines, by asyncio task.
 _KEYED: ContextVar[BatchGenerators | None] = ContextVar("aioloader_rng", default=None)
@@ -72,21 +72,21 @@ def get_worker_info() -> WorkerInfo | None:
 
 
 def use_batch_rng(task: BatchTask) -> AbstractContextManager[None]:
-    """Make ``WorkerInfo.rng`` a batch's generators, in this thread or coroutine."""
+    """Set ``WorkerInfo.rng`` for a batch in this context; return a null context."""
     if task.key is not None:
         _KEYED.set(BatchGenerators(task.key))
     return _NOTHING
 
 
 def use_sample_rng(task: BatchTask, position: int, stage: int) -> None:
-    """Make ``WorkerInfo.rng`` a sample's generators, or the batch's (position -1)."""
+    """Set ``WorkerInfo.rng`` for a sample, or for the batch if ``position`` is -1."""
     if task.key is not None:
         key = key_of_sample(task, position, stage) if position >= 0 else task.key
         _KEYED.set(BatchGenerators(key))
 
 
 def seeded(task: BatchTask) -> AbstractContextManager[None]:
-    """Seed the global generators and ``WorkerInfo.rng`` for a batch."""
+    """Seed the global generators and ``rng`` for a batch; return a null context."""
     seed_batch(task)
     return use_batch_rng(task)
 

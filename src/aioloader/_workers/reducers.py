@@ -31,7 +31,7 @@ def reducers(note: NoteSpan) -> Reducers:
 
 
 def _reduce(note: NoteSpan, tensor: torch.Tensor) -> Any:
-    """Reduce a contiguous CPU tensor to its bytes; others as ``_reduce_rare`` does."""
+    """Reduce a contiguous CPU tensor to its bytes; ``_reduce_rare`` reduces others."""
     try:
         array = tensor.numpy()
         buffer = pickle.PickleBuffer(array)  # type: ignore[arg-type]
@@ -72,7 +72,7 @@ def _reduce_rare(note: NoteSpan, tensor: torch.Tensor) -> Any:
 
 
 def _flipped(tensor: torch.Tensor, conj: bool, neg: bool) -> torch.Tensor:  # noqa: FBT001
-    """Return a view with the conjugate and negative bits flipped if asked to."""
+    """Return the tensor, or a view with its conjugate or negative bit flipped."""
     tensor = tensor.conj() if conj else tensor
     return torch._neg_view(tensor) if neg else tensor  # noqa: SLF001
 

@@ -1,7 +1,7 @@
 """Requests, answers and errors of batches that are made in another process.
 
-The workers of executors and of Ray get the ``WorkerSpec`` once, and then requests. Both
-are pickled to a header and buffers.
+Workers of executors and Ray first get the ``WorkerSpec``, and then requests. Both are
+pickled to a header and buffers.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ def maker_of(spec: WorkerSpec, **options: Any) -> BatchMaker:
 
 
 def pack_request(pipeline: Pipeline, task: BatchTask) -> tuple[bytes, Buffers]:
-    """Return a request as a pickle, with the samples that the loader has read."""
+    """Pickle the request for a batch, with the samples that the loader has read."""
     fields = task.number, task.indices, task.key, task.sample_keys, task.padding
     epochs = pipeline.maker.epoch, pipeline.maker.dataset_epoch
     values = epochs, *fields, task.samples
@@ -74,7 +74,7 @@ def _copied(buffer: Any, lease: Allocator) -> Any:
 
 
 def of_both(task: BatchTask, made: Sequence[float]) -> BatchTimes:
-    """Return a batch's times: those of reads in the loader, then the worker's."""
+    """Return a batch's times from its worker, and from the loader if that read it."""
     began, read, started, transformed, collated, busy, *spent = made
     if not began:
         began, read, busy = task.began, task.read, task.busy
@@ -109,7 +109,7 @@ def pack_answer(
 def remote(
     maker: BatchMaker, task: BatchTask, result: BatchResult, worker: int
 ) -> BatchResult:
-    """Convert ``result`` in place to what is sent: add failures, wrap errors."""
+    """Prepare ``result`` for sending: wrap its errors, and add failures and counts."""
     maker.policy.latest.clear()  # the loader keeps them
     result.size, result.attempted = task.size, task.extra
     if result.error is not None:
@@ -190,7 +190,7 @@ class RemoteError:
     text: str  # the traceback in the worker
     notes: list[str]  # the notes, which some classes lose in pickling
     worker: int
-    stop: type[BaseException] | None = None  # the cause, if in ``STOPS``
+    stop: type[BaseException] | None = None  # the type of its cause, if in ``STOPS``
 
     @classmethod
     def of(cls, error: BaseException, worker: int) -> "RemoteError":
@@ -222,7 +222,7 @@ class RemoteError:
 
 
 def _pickled(error: BaseException) -> tuple[bytes, list[bytearray]] | None:
-    """Return a pickle that restores the type and, if possible, the text; or None.
+    """Return a pickle that keeps an error's type and, if possible, text; or None.
 
     The restored text may differ (it may contain an address), but it must exist.
     """

@@ -43,7 +43,7 @@ def keys_of(
 ) -> tuple[int, tuple[int, int, int] | None]:
     """Return a batch's seed, and the ``sample_keys`` of its ``BatchTask`` or None.
 
-    With ``rng="batch"`` seeds differ on each rank. With ``rng="sample"`` a sample's
+    With ``rng="batch"`` the seeds of ranks differ. With ``rng="sample"`` a sample's
     seed depends on its position in the epoch, not on batches and ranks.
     """
     if not by_sample:

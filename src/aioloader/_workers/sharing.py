@@ -1,7 +1,7 @@
 """Share the loader's memory with workers that are not forked from it.
 
-Workers map the same files again. Tensors in shared memory and ``multiprocessing``'s
-shared objects stay shared: workers receive their descriptors. All else is copied.
+Workers map the files of memory-mapped arrays again. Tensors in shared memory and shared
+objects of ``multiprocessing`` stay shared, by descriptor or name. The rest is copied.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ class ReceivedDescriptor(NamedTuple):
 
 
 class _Child:
-    """A replacement for ``multiprocessing``'s child that collects descriptors."""
+    """A substitute for ``multiprocessing``'s child process, to collect descriptors."""
 
     DupFd = ReceivedDescriptor
 
@@ -123,7 +123,7 @@ def _map_arena(size: int, received: ReceivedDescriptor) -> Any:
 
 
 def _reduce_memmap(array: np.memmap[Any, Any]) -> Any:
-    """Pickle a memory-mapped array as its place in the file, or else by value."""
+    """Reduce a memory-mapped array to its file and offset, or else to its values."""
     root: Any = array
     while isinstance(root.base, np.ndarray):
         root = root.base

@@ -1,4 +1,4 @@
-"""Worker threads, for code that releases the GIL, or for a Python without one.
+"""Worker threads, for code that releases the GIL, or for Python without a GIL.
 
 Idle threads take tasks from one queue and write batches to recycled memory. All threads
 share the dataset and the process's global random generators; each also has private

@@ -64,7 +64,7 @@ class WorkerSpec(Recipe):
 
     @property
     def is_addressed(self) -> bool:
-        """Whether each request is for a certain worker, not for any free one.
+        """Whether each request goes to a certain worker, rather than to any free one.
 
         True for replicas of a stream; for stateful map-style datasets, because a copy's
         state depends on the samples it has read; and if code may use a worker's own
@@ -152,7 +152,7 @@ def _directory(getcwd: Callable[[], str] = os.getcwd) -> str:
 
 @dataclass(eq=False, repr=False)
 class Surroundings:
-    """Process-wide settings of the user's process, for workers not forked from it."""
+    """Settings of the user's process, for workers that are not forked from it."""
 
     directory: str = field(default_factory=_directory)
     path: list[str] = field(
@@ -215,7 +215,7 @@ def _each(convert: Callable[[Any], Any], objects: Iterable[Any]) -> list[Any]:
 def send_by_value_what_cannot_be_imported() -> None:
     """Make cloudpickle send modules by value that workers cannot import by name.
 
-    Such a module was loaded from a file: a test by pytest, a configuration, a plugin.
+    Such a module was loaded from a file, for example a test, configuration or plugin.
     Importing its name might even find another file on ``sys.path``.
     """
     import cloudpickle
@@ -231,7 +231,7 @@ def send_by_value_what_cannot_be_imported() -> None:
 
 @functools.lru_cache(1)
 def _importer(path: object, directory: object) -> Callable[..., bool]:  # noqa: ARG001
-    """Return a ``_can_import`` with a new cache, for this path and directory."""
+    """Return a cached ``_can_import``, new whenever the path or directory changes."""
     return functools.cache(_can_import)
 
 
@@ -264,7 +264,7 @@ def _can_import(name: str, file: str | None, is_plain: bool) -> bool:  # noqa: F
 def _is_same_file(
     first: str, second: str | None, stat: Callable[[str], os.stat_result] = os.stat
 ) -> bool:
-    """Tell whether two paths, one of them perhaps a link, name the same file."""
+    """Tell whether two paths lead to the same file, perhaps through a link."""
     try:
         return second is not None and os.path.samestat(stat(first), stat(second))
     except OSError:
@@ -349,5 +349,5 @@ def _write(file: int, data: memoryview, offset: int) -> int:
 
 
 def _gap(offset: int, nbytes: int) -> int:
-    """Return the padding before a buffer in bytes: big ones start on a new page."""
+    """Return how many bytes to skip before a buffer; a big one starts on a new page."""
     return -offset % (_ALIGN if nbytes >= _BIG else _ALIGN_SMALL)

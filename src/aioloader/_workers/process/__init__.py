@@ -1,1 +1,1 @@
-"""Worker processes: how they start, their supervisor, dispatcher and recovery."""
+"""Worker processes, and the code that starts, supervises and replaces them."""

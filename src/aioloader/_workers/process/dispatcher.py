@@ -1,4 +1,4 @@
-"""Assign batches to worker processes: tickets, queues and workers of one pool.
+"""Assign the batches of one pool to its worker processes.
 
 A ticket is one request. It waits here until its queue has room, then in the queue until
 a worker takes it; it is removed when its result arrives. All code is synchronous and
@@ -88,7 +88,7 @@ class KernelQueue(Queue):
 
 @dataclass(eq=False, repr=False)
 class Worker:
-    """The loader's view of a worker, whose process may be replaced."""
+    """The loader's record of one worker, whose process may be replaced."""
 
     number: int
     queue: Any  # a ``Queue``: this worker's, if batches are assigned, else shared
@@ -113,7 +113,7 @@ class Ticket:
     request: Request
     worker: Worker  # the worker that gets the batch, if batches are assigned
     deaths: int = 0  # how many workers have died with this batch alone in hand
-    slot: SlotRef | None = None  # where its samples are, if not in the request
+    slot: SlotRef | None = None  # where its samples are, if not inside the request
 
 
 def _dumps_for_others(request: tuple[Any, ...]) -> bytes:
@@ -126,8 +126,8 @@ _dumps: Callable[[tuple[Any, ...]], bytes] = partial(pickle.dumps, protocol=5)
 class Dispatcher:
     """The tickets, queues and workers of one pool.
 
-    ``stack`` closes the queues and arenas, which ``make_queue`` and ``make_arena``
-    make. ``has_memory``: samples that the loader reads go through shared memory, too.
+    ``make_queue`` and ``make_arena`` create queues and arenas; ``stack`` closes them.
+    With ``has_memory``, samples that the loader reads also go through shared memory.
     """
 
     def __init__(
@@ -152,8 +152,8 @@ class Dispatcher:
             has_state = is_stateful(spec.dataset)
             self.replicas = StreamReplicas(spec.num_workers, has_state=has_state)
         self.samples: ArenaWriter | None = None
-        # The reader of the samples in each slot: the worker that has this ticket, or
-        # the worker that has answered it.
+        # The reader of the samples in each slot: the ticket of their request or, once
+        # that is answered, the worker that has answered.
         self._readers: dict[SlotRef, int | Worker] = {}
         if has_memory and not spec.reads:
             self.samples = ArenaWriter()
@@ -296,7 +296,7 @@ class Dispatcher:
         return result
 
     def renew(self, dead: Worker, taken: Iterable[int]) -> None:
-        """Reset a dead worker, which had ``taken`` these tickets, for a new process.
+        """Prepare a dead worker for a new process; ``taken`` are the tickets it held.
 
         The process gets the last state of the worker's copy of the dataset. Slots of
         samples that only the dead process would have read are freed.

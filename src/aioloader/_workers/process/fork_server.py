@@ -57,10 +57,10 @@ class ForkServer:
         return not ended
 
     def wait(self) -> str:
-        """Wait until the server is ready; return the names of all but its main thread.
+        """Wait until the server is ready; return the names of its additional threads.
 
-        If there are any, the server must not fork. The message with the names is not
-        removed from the socket, so that every caller gets it.
+        If there are any, the server must not fork. The message with the names stays in
+        the socket for later callers. ``WorkerStartError`` is raised if none arrives.
         """
         connection.wait([self.channel], _START_SECONDS)
         try:
@@ -162,7 +162,7 @@ class ServedLauncher(Launcher):
             self.hang_up()  # it died while idle
 
     def join(self, timeout: float) -> bool:
-        """Wait for the workers to end, then keep the supervisor; tell if it is kept."""
+        """Wait until the workers end; return whether they have. Keep the supervisor."""
         for note in self.notes(timeout):
             if note.word == "ended" and self.control is not None:
                 self._supervisors.give_back(self.control, self._supervisor)

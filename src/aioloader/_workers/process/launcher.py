@@ -1,4 +1,4 @@
-"""The loader's handle on a supervisor: start and end workers, and get its reports.
+"""Start and end workers through a supervisor, and receive the supervisor's reports.
 
 ``iter()`` forks the supervisor from this process (``ForkLauncher``), or the fork server
 forks it (``ServedLauncher`` in ``fork_server``).
@@ -37,15 +37,15 @@ from aioloader.errors import WorkerDiedError, WorkerStartError
 PATIENCE = ASKED + 2 * TERMINATED + 2.0
 # Seconds for a supervisor to accept an instruction.
 _ACCEPT_SECONDS = 1.0
-# Seconds for a forked supervisor to start, and then, at the first fork, to take the
-# locks; the factor by which each later fork gets longer; seconds for all forks.
+# Seconds for a forked supervisor to start; seconds for the first one to take the locks;
+# the factor by which each next one gets more time; seconds for all forks together.
 _ALIVE_SECONDS, _UP_SECONDS, _LONGER, _FORK_SECONDS = 10.0, 0.3, 1.3, 30.0
 
 
 class Launcher:
     """The loader's handle on a supervisor, which starts and watches workers."""
 
-    _supervisors: IdleSupervisors  # they wait for the supervisor to end
+    _supervisors: IdleSupervisors  # waits for the supervisor to end
     control: Channel | None = None
     _supervisor = 0  # its pid, once known
     _process: Any = None  # if the supervisor is a child of this process
@@ -55,7 +55,7 @@ class Launcher:
     def instruct(
         self, word: str, argument: Any = None, descriptors: Sequence[int] = ()
     ) -> None:
-        """Send an instruction to the supervisor.
+        """Send the supervisor the instruction ``word``, with its argument.
 
         ``"start"`` (a worker) needs the descriptors of the worker's arena and queue.
         After ``"kill"`` (a worker), a report says that the worker has died.
@@ -73,9 +73,9 @@ class Launcher:
             raise BlockingIOError("the workers' supervisor accepts no instructions")
 
     def notes(self, timeout: float = 0.0) -> Iterator[SupervisorReport]:
-        """Yield reports for ``timeout`` seconds; "orphaned" if the supervisor died.
+        """Yield the reports that arrive within ``timeout`` seconds.
 
-        If the caller then starts a new supervisor, the new one's reports follow.
+        A dead supervisor is reported as "orphaned". Reports of its successor follow.
         """
         until = time.monotonic() + timeout
         while (control := self.control) is not None:
@@ -113,7 +113,7 @@ class Launcher:
             self.control = None
 
     def abandon(self) -> None:
-        """In a forked child, close its copy of the channel."""
+        """Close this forked child's copy of the channel."""
         self.hang_up()
         self._process = None
 
@@ -132,7 +132,7 @@ class Launcher:
 
 
 class ForkLauncher(Launcher):
-    """A launcher that forks the supervisor here, so that it inherits ``spec``."""
+    """A launcher that forks this process; the supervisor inherits ``spec``."""
 
     def __init__(
         self, spec: WorkerSpec, supervisors: IdleSupervisors, ends: Sequence[int]
@@ -172,7 +172,7 @@ class ForkLauncher(Launcher):
         )
 
     def join(self, timeout: float) -> bool:
-        """Wait for the supervisor, which ends after the workers; tell if it ended."""
+        """Wait for the supervisor to end, after its workers; return whether it has."""
         for _ in self.notes(timeout):
             pass
         if self.control is not None:
@@ -226,7 +226,7 @@ class ForkLauncher(Launcher):
                 popen.finalizer = Finalize(popen, close_fds, (popen.sentinel,))
 
     def reopen(self) -> None:
-        """Raise an error: this process must not be forked again in mid-epoch."""
+        """Raise ``WorkerDiedError``: this process must not be forked in mid-epoch."""
         from aioloader._workers.process.recovery import cause_of
 
         self._process.join()

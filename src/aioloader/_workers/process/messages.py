@@ -1,7 +1,7 @@
-"""The messages between a loader and its workers; a batch's data is written once.
+"""The messages between a loader and its worker processes.
 
 A request is a small pickle, or a packed batch if it carries samples. A result is a head
-(kind, worker, ticket, when the batch was made) and a packed batch.
+(kind, worker, ticket, times of the batch's steps) and a packed value.
 
 ``default_collate`` allocates its result in the slot of an arena, where the loader reads
 it in place. Other tensors (from a custom collate function) are copied to the slot when
@@ -43,7 +43,7 @@ RESULT_HEAD = struct.Struct("<BHq8d")
 STAGES = ("fetch", "transform", "collate", "send")
 
 # The kinds of results. READY: the worker takes requests. BATCH: a batch. ANSWER: a
-# ``BatchResult``, for what a batch alone cannot say. FATAL: the ``RemoteError`` for
+# ``BatchResult``, which also has errors or states. FATAL: the ``RemoteError`` for
 # which the worker gave up. LEFT: the ``RemoteError`` of leaving the lifespan.
 READY, BATCH, ANSWER, FATAL, LEFT = range(5)
 
@@ -74,11 +74,11 @@ class Request(NamedTuple):
     # seeds. To replace a worker with a copy of a stateful map-style dataset: a tuple of
     # the copy's last state.
     resume: Any = None
-    is_alone: bool = False  # the worker must make it alone: another has died with it
+    is_alone: bool = False  # whether to make it alone, because a worker died with it
 
 
 class Packer(threading.local):
-    """The sender of batches: lends memory in a slot, then packs a batch into a frame.
+    """A packer, which puts batches into frames and lends memory to create them in.
 
     Each thread packs one batch at a time. Batches of up to ``inline_bytes`` are sent
     inside the frame.
@@ -105,7 +105,7 @@ class Packer(threading.local):
         self._forget()
 
     def lease(self, nbytes: int) -> Any:
-        """Return writable memory for a part of the batch, if possible in its slot."""
+        """Return writable memory for a part of the batch, in its slot if possible."""
         if self._ref is None:
             self._ref, self._view = self._arena.take(max(nbytes, self._wanted))
         start = aligned(self._used)
@@ -164,7 +164,7 @@ class Packer(threading.local):
             _copy(copies, memoryview(memory))
             return [*_heads((-1, 0, 0), end, header, places), memory]
         if len(header) > _MAX_HEADER_INLINE:
-            # For example, of a list of long strings: send the header as a buffer.
+            # A long header, for example with many strings, is sent as a buffer.
             raws.append(memoryview(header))
             addresses.append(0)
             header = b""
@@ -176,7 +176,7 @@ class Packer(threading.local):
         return _heads(ref, used, header, places)
 
     def _place(self, raws: list[memoryview], addresses: list[int]) -> list[Extent]:
-        """Copy buffers to the slot if they are not there, or all to a larger slot."""
+        """Bring all buffers into one slot, a larger one if needed; return extents."""
         if self._ref is not None:
             begin, size = _address(self._view), len(self._view)
             # The buffers of arrays, not only of tensors, may be in the slot.

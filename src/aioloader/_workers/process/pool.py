@@ -1,8 +1,8 @@
 """The loader's side of its worker processes: requests, results and deaths.
 
 A ``ProcessPool`` has no thread: a waiting consumer reads the results that have arrived,
-sends requests while there is room, and handles deaths. Workers need not wait for that,
-as long as there are requests in the kernel's queue.
+sends requests while there is room, and handles deaths. Workers do not wait for the
+consumer while the kernel's queue has requests.
 """
 
 import abc
@@ -94,9 +94,9 @@ class WorkerPool(LastingPool):
                 self._dispatcher.forget(pipeline)
 
     def _replace(self, worker: Worker, exitcode: int, stack: str) -> None:
-        """Recover a dead process's batches; replace it, or fail after too many deaths.
+        """Recover a dead process's batches; replace it, or end the pool if many died.
 
-        ``stack`` is what the process wrote in a crash, or empty.
+        ``stack`` is the text that the process wrote in a crash; it may be empty.
         """
         from aioloader._workers.process.recovery import Death, recover
 
@@ -146,7 +146,7 @@ class WorkerPool(LastingPool):
         return is_gone
 
     def explain(self, task: BatchTask) -> str:
-        """Return which workers have ``task``, since when, and their stacks, as text."""
+        """Return text that names the workers with ``task``, with times and stacks."""
         holders = self._holders(task)
         if not holders:
             return "waits for a worker process that is free"
@@ -186,10 +186,10 @@ class WorkerPool(LastingPool):
 
 
 class ProcessPool(WorkerPool):
-    """Worker processes connected by Linux sockets and pipes; needs no thread.
+    """A pool of worker processes connected by Linux sockets and pipes, without threads.
 
-    ``method``: ``"fork"`` or ``"forkserver"``, as in ``multiprocessing``. ``locker``:
-    page-locks the memory of batches; None: no locking.
+    ``method`` is ``"fork"`` or ``"forkserver"``, as in ``multiprocessing``. ``locker``
+    page-locks the memory of batches; if it is None, nothing is locked.
     """
 
     has_result_reader = True
@@ -364,7 +364,7 @@ class ProcessPool(WorkerPool):
         self._launcher.close()
 
     def _abandon(self) -> None:
-        """In a forked child, close its copies of the loader's descriptors."""
+        """Close this forked child's copies of the loader's descriptors."""
         self._is_over = self._is_ended = True
         self._stack.close()
         self._results.close()

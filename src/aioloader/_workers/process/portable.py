@@ -1,4 +1,4 @@
-"""Worker processes that need only the standard library, on all torch platforms.
+"""Worker processes for all of torch's platforms, using only the standard library.
 
 Each process is a new interpreter, with a pipe for requests and one for results. Two
 threads per process make the calls that block: one sends requests, the other reads
@@ -48,19 +48,19 @@ from aioloader.errors import WorkerStartError
 # size of the segment that is lent with it (-1: none); whether its handle follows.
 LENT = struct.Struct("<?qq?")
 # Seconds between checks of a process that sends nothing; to wait for a stack; between
-# looks at what is awaited; and for all threads of a pool to end.
+# polls of an awaited event; and for all threads of a pool to end.
 _CHECK_SECONDS, _STACK_SECONDS, _PAUSE = 1.0, 1.0, 0.01
 _END_SECONDS = ASKED + 2 * TERMINATED + 2.0
 
 
 class ProcessLink:
-    """The loader's link to one worker process: its pipes, pending requests and end."""
+    """The loader's link to one worker process, with pipes and pending requests."""
 
     def __init__(self, worker: Worker, shared: list[int], surroundings: bytes) -> None:
         self.worker = worker
         self.arena: Lender = worker.arena
         self.pending: set[int] = set()  # tickets sent and not answered
-        self.late: list[tuple[float, Callable[[], None]]] = []  # when, how to end it
+        self.late: list[tuple[float, Callable[[], None]]] = []  # when and how to end it
         self._sender = CpuThread(f"aioloader-requests-{worker.number}")
         with contextlib.ExitStack() as stack:
             # Unbuffered: the lock of a buffer would stay locked in a forked child.
@@ -90,7 +90,7 @@ class ProcessLink:
         self.post(self._requests.send_bytes, surroundings)
 
     def post(self, write: Callable[..., object], *args: Any) -> None:
-        """Write to the process in a thread: it may have ended, or stopped reading."""
+        """Call ``write`` in a thread, since it blocks if the process does not read."""
 
         def job() -> None:
             with contextlib.suppress(OSError):
@@ -99,7 +99,7 @@ class ProcessLink:
         self._sender.post(job)
 
     def send(self, frame: bytes | None, segments: int = 0) -> None:
-        """Send a request with memory for its batch; without one, ask for the stack."""
+        """Send a request with memory for its batch; ``frame`` None asks for stacks."""
         lent = None if frame is None else self.arena.lend(segments)
         number, size, handle = lent or (-1, 0, None)
         head = LENT.pack(frame is not None, number, size, handle is not None)
@@ -121,7 +121,7 @@ class ProcessLink:
         self._sender.stop(self._requests.close)
 
     def look(self) -> bool:
-        """Return whether the process runs; terminate or kill it if it is overdue."""
+        """Tell whether the process runs; terminate or kill it if it is overdue."""
         if self.process.poll() is not None:
             return False
         if self.late and time.monotonic() > self.late[0][0]:
@@ -154,7 +154,7 @@ class ProcessLink:
         return text.decode(errors="replace")
 
     def abandon(self) -> None:
-        """In a forked child, close its copies of the pipes and files."""
+        """Close this forked child's copies of the pipes and files."""
         for end in (self._requests, self.results, self.stacks, self.life):
             with contextlib.suppress(OSError):
                 end.close()
@@ -201,7 +201,7 @@ class ProcessQueue(Queue):
 
 
 class PortablePool(WorkerPool):
-    """Worker processes connected by the standard library; threads read results."""
+    """A pool of new interpreters connected by pipes; threads read the results."""
 
     def __init__(
         self, spec: WorkerSpec, supervisors: IdleSupervisors, locker: Locker | None
@@ -320,7 +320,7 @@ class PortablePool(WorkerPool):
         return is_gone
 
     def _abandon(self) -> None:
-        """In a forked child, forget the processes, which belong to its parent."""
+        """Forget the processes in a forked child, as they belong to its parent."""
         self._is_over = self._is_ended = True
         self._all.clear()
 
@@ -333,7 +333,7 @@ def _warn_of_start(why: str) -> None:
 def start_unforked(
     spec: WorkerSpec, method: str, supervisors: IdleSupervisors, locker: Locker | None
 ) -> WorkerPool:
-    """Start workers by the fork server if asked and possible, else as new Pythons."""
+    """Start workers from the fork server if asked and possible, or as new Pythons."""
     lack = lack_of_linux()
     if method == "forkserver":
         from aioloader._workers.process.fork_server import warm_fork_server

@@ -105,7 +105,7 @@ def end_all() -> None:
 
 
 def main(worker: int, loader: int, *ends: int) -> None:
-    """Run a worker here, as a process of ``multiprocessing``, whose hooks run, too."""
+    """Run a worker in this interpreter; hooks of ``multiprocessing`` run as usual."""
     pipe: Any = connection.Connection
     files = list(ends[2:])
     if sys.platform == "win32":

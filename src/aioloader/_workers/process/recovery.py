@@ -1,7 +1,7 @@
-"""Recovery after the death of a worker process: its batches are made again.
+"""Have a dead worker's batches made again by other workers, or report their loss.
 
-A worker records the batches that it has taken in its arena, which outlives it. Any
-other worker can make a map-style batch again. A stream that the worker was reading
+A worker's arena outlives the worker, and records which batches the worker has taken.
+Any worker can make a map-style batch again. A stream that the worker was reading
 continues in its successor if the stream has a state, and is lost otherwise. This module
 also writes the texts about dead and stuck workers.
 """
@@ -55,7 +55,7 @@ class Death:
 
 
 def recover(dispatcher: Dispatcher, death: Death) -> None:
-    """Queue a dead worker's batches again, or fail those that killed too many.
+    """Queue a dead worker's batches again; fail batches that have killed two workers.
 
     Call this after the worker's results have been read: its arena is replaced here.
     """
@@ -67,7 +67,7 @@ def recover(dispatcher: Dispatcher, death: Death) -> None:
         ticket = tickets.get(held.ticket)
         if ticket is None:
             continue
-        # With several, the culprit is unknown: next time a worker makes each alone.
+        # If it had several, the culprit is unknown. Each is made alone from now on.
         ticket.deaths += len(death.taken) == 1
         ticket.request = ticket.request._replace(is_alone=True)
         if ticket.deaths >= _MAX_DEATHS:

@@ -1,7 +1,7 @@
 """Track the streams of workers that each read a replica of an iterable dataset.
 
-Worker k modulo the number of workers makes batch k: a round robin that skips workers
-whose streams have ended. A stream with a state can continue in another process. All
+Batch k is made by worker k modulo the number of workers; it is empty if that worker's
+stream has ended. A stream with a state can continue in another process. All
 code here is synchronous.
 """
 
@@ -21,10 +21,10 @@ from aioloader.errors import WorkerDiedError
 class _ReplicaStream:
     """One worker's stream in one iteration, and how much of it has arrived."""
 
-    has_begun: bool = False  # whether its process has started to read
+    has_begun: bool = False  # whether its process has returned a batch
     has_ended: bool = False
-    lost: WorkerDiedError | None = None  # if lost: its next request's error
-    read: Progress | None = None  # its position: which of its batches have arrived
+    lost: WorkerDiedError | None = None  # if lost: the error for its next request
+    read: Progress | None = None  # which of its batches have arrived
     state: Any = None  # the state from which it continued after a death
 
 
@@ -41,7 +41,7 @@ class StreamReplicas:
     def result_of(
         self, pipeline: Pipeline, task: BatchTask, worker: int
     ) -> BatchResult | None:
-        """Return a request's result if its stream has ended; do not ask the worker."""
+        """Return a request's result if its stream has ended; None to ask the worker."""
         streams = self._streams[pipeline]
         stream = streams[worker]
         if task.again or not stream.has_ended:
@@ -54,7 +54,7 @@ class StreamReplicas:
         return BatchResult(is_empty=True, has_ended=True)
 
     def ask(self, pipeline: Pipeline, worker: int, number: int) -> Any:
-        """Record a request; return the state to open its stream from, or None.
+        """Record a request; return the state and seeds to open its stream, or None.
 
         ``number`` is the batch's position in the worker's stream. A stream's first
         request has the lowest number.
@@ -101,8 +101,8 @@ class StreamReplicas:
     ) -> list[Pipeline]:
         """Continue a dead worker's streams; return the iterations that can continue.
 
-        For that, the state after all arrived batches must be known. Other streams that
-        the worker was reading, or of which it ``held`` a request, end with ``error``.
+        For that, the state after all arrived batches must be known. Other streams end
+        with ``error`` if the worker was reading them or ``held`` a request for them.
         """
         continued = []
         for pipeline, streams in self._streams.items():

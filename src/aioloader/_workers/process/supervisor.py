@@ -132,7 +132,7 @@ class Supervisor:
         *,
         descriptors: list[int],
     ) -> bool:
-        """Enter the surroundings and unpickle; return whether workers can be forked.
+        """Apply settings and load the spec; return whether workers can be forked.
 
         If workers cannot be forked, this process ends: such workers would take requests
         and lose them.
@@ -291,7 +291,7 @@ def _parent_by(pid: int, watched: int) -> Any:
 def _ignored_signals() -> dict[int, Any]:
     """Ignore signals that the user handles; return the handlers for the workers.
 
-    The handlers are user code, meant for the user's process. The supervisor's are set.
+    The user's handlers must not run here. The supervisor's own handlers are installed.
     """
     handlers: dict[int, Any] = {}
     for number in signal.valid_signals() - _OWN_SIGNALS:

@@ -1,4 +1,4 @@
-"""The main loop of a worker process: take a request, make its batch, send it.
+"""The main loop of a worker process, which makes and sends a batch per request.
 
 Plain code runs in the main thread, request by request (``_serve_sync``). If some code
 is ``async``, the worker runs a pipeline, as the loader does (``_Server``). Its private
@@ -77,7 +77,7 @@ class WorkerDescriptors(NamedTuple):
 
 
 class Endpoint(abc.ABC):
-    """A worker's connection to its pool: receives requests, sends results."""
+    """A worker's connection to its pool, for receiving requests and sending results."""
 
     spec: WorkerSpec  # set by ``prepare``, like ``maker``
     maker: BatchMaker
@@ -193,7 +193,7 @@ class Endpoint(abc.ABC):
 
 
 class KernelEndpoint(Endpoint):
-    """An endpoint on Linux: reads a kernel queue, writes a channel and a pipe."""
+    """An endpoint on Linux, which reads a queue and writes to a channel or a pipe."""
 
     def __init__(self, worker: int, ends: WorkerDescriptors) -> None:
         super().__init__(worker, ArenaWriter(ends.arena))
@@ -226,7 +226,7 @@ class KernelEndpoint(Endpoint):
 def _end_process(error: BaseException) -> NoReturn:
     """End the process, as an uncaught ``error`` in the main thread would.
 
-    A worker of torch ends the same way; the loader sees that it has died.
+    A worker of torch ends in the same way. The loader handles the worker's death.
     """
     code = error.code if isinstance(error, SystemExit) else 1
     sys.stdout.flush()
@@ -235,7 +235,7 @@ def _end_process(error: BaseException) -> NoReturn:
 
 
 def settle(worker: int, ends: WorkerDescriptors, supervisor: int) -> None:
-    """Set up this process, just forked, as a worker: session, signals, name."""
+    """Set up this newly forked process as a worker that dies with its supervisor."""
     # Its own session: processes that it starts end with it, and debuggers may read the
     # terminal. Linux may share processor time by session (sched_autogroup).
     os.setsid()
@@ -249,7 +249,7 @@ def settle(worker: int, ends: WorkerDescriptors, supervisor: int) -> None:
 
 
 def tune(worker: int, stacks: int) -> None:
-    """Set up this worker process: signals, one torch thread, name, memory and stacks.
+    """Configure this worker process's signals, torch threads, name, memory and stacks.
 
     Freed blocks are kept for the next batch: by default large ones return to the
     kernel, and page faults follow. Stacks are written to the descriptor ``stacks``.

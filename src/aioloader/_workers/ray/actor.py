@@ -113,14 +113,14 @@ class RayActor:
         return Pipeline(maker, runner, sink=self._deliver)
 
     def _deliver(self, task: BatchTask, result: BatchResult) -> None:
-        """Pass a result to the ``make`` call that waits for it; from any thread."""
+        """Pass a result to the ``make`` call that waits for it, in another thread."""
         if isinstance(result.error, (KeyboardInterrupt, SystemExit)):
             os._exit(1)  # such an error ends the worker, as in a worker process
         self._made.pop(id(task)).set_result(result)
 
 
 def _opened(packed: PackedTask) -> WorkerSpec:
-    """Unpickle the spec.
+    """Unpickle the ``WorkerSpec`` of an actor.
 
     Big buffers are not copied, so arrays over them are read-only. Torch has no
     read-only tensors: all workers of the node would see a write to a tensor.

@@ -190,7 +190,7 @@ class RayPool(LastingPool):
         seat.actor = self._make_actor.remote(seat.number)
 
     def _begin(self, seat: _ActorSlot) -> None:
-        """Call ``begin`` of a worker's actor; it runs once Ray has placed the actor."""
+        """Call the actor's ``begin``, which runs once Ray has placed the actor."""
         seat.begun = None
         begun = seat.actor.begin.remote(*self._settings)
         self._when(begun, partial(self._has_begun, seat))
@@ -311,7 +311,7 @@ class RayPool(LastingPool):
     def _lose(
         self, seat: _ActorSlot, ticket: _ActorTask, error: BaseException | None
     ) -> None:
-        """Retry or fail a batch whose actor has died; ``error`` None: it restarted."""
+        """Retry or fail a batch whose actor has died, or restarted (``error`` None)."""
         if not self._ray.is_initialized():  # Ray would start a new cluster
             self._fail(
                 error or LoaderClosedError("the Ray workers have ended; iterate again")

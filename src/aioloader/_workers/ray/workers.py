@@ -45,7 +45,7 @@ class RayWorkers:
         resources: What each actor needs, by the names of ``ray.cluster_resources()``,
             such as ``{"CPU": 2, "loader": 1}``; one CPU by default.
         address: The cluster (``"auto"``, ``"host:port"``). ``None``: the cluster that
-            this process is connected to, or else that ``RAY_ADDRESS`` names. If there
+            this process is connected to, or else the one in ``RAY_ADDRESS``. If there
             is none, one is started here with room for these workers, and shut down with
             the last ``RayWorkers`` of this process. Other clusters are left running.
 
@@ -133,7 +133,7 @@ class RayWorkers:
         return ray, self._connection
 
     def _start(self, ray: Any) -> None:
-        """Connect to the cluster that is named; if none is, start one here."""
+        """Connect to the cluster that is named, or start one here if none is named."""
         options: dict[str, Any] = {}
         address = self.address or os.environ.get("RAY_ADDRESS")
         _check_client("RAY_ADDRESS", address)
@@ -159,7 +159,7 @@ class RayWorkers:
 
 
 class _RayConnection:
-    """Keeps a connection that this process has made; Ray shuts down without it."""
+    """A token for this process's connection; Ray shuts down when it is collected."""
 
     __slots__ = ("__weakref__",)
 
