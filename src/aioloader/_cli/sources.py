@@ -41,7 +41,7 @@ _TEXTS = _ROWS | {"txt": TextDataset}
 _ENDING = re.compile(
     r"\.(jsonl|ndjson|parquet|tar|txt)(\.(gz|zst|bz2|xz))?$", re.IGNORECASE
 )
-# A sample: its key or other entries; its files' indices by column or extension.
+# A sample's key or other entries, and its files' numbers by column or extension.
 Plan: TypeAlias = tuple[dict[str, Any], dict[str, int]]
 
 
@@ -85,7 +85,7 @@ def find_source(options: Namespace) -> PackSource:
 
 
 def find_kind(src: str) -> str:
-    """Return the extension that decides how SRC is read; "" for any other SRC."""
+    """Return the extension that decides how SRC is read; "" if there is none."""
     ending = re.search(_ENDING, name_of(src))
     is_folder = "://" not in src and Path(src).is_dir()
     return ending[1].lower() if ending and not is_folder else ""

@@ -36,12 +36,12 @@ def pad_collate(
 
     Args:
         pad: Token that fills ``input_ids``.
-        multiple: The length is rounded up to a multiple of this, as 8 for tensor cores.
+        multiple: The length is rounded up to a multiple of this: 8 for tensor cores.
 
     Raises:
         ValueError: If ``multiple`` is below 1. The returned function raises it if a
             sample's sequences differ in length, ``TypeError`` if they are not numbers,
-            and ``KeyError`` if a sample's entries differ from the first one's.
+            and ``KeyError`` if ``input_ids`` is missing or samples' entries differ.
     """
     if operator.index(multiple) < 1:
         raise ValueError(f"multiple must be at least 1, got {multiple}")

@@ -77,7 +77,7 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 
 def report_html(path: str | os.PathLike[str], stats: Any, report: Any) -> None:
-    """Write the page of a report; it replaces an existing file only when complete."""
+    """Write a report as a page; a complete page replaces an existing file at once."""
     text = "\n".join(_page(stats, report))
     with replacing(Path(path)) as partial:
         partial.write_text(text, encoding="utf-8")
@@ -177,7 +177,7 @@ def _legend(entries: dict[str, str]) -> str:
 
 
 def _pipeline(stages: Sequence[Any], slowest: str) -> Iterator[str]:
-    """Draw for each stage its shares of busy, starved and blocked time.
+    """Draw each stage's shares of busy, starved and blocked time.
 
     ``slowest``: the stage that the verdict names, which is marked.
     """
@@ -199,7 +199,7 @@ def _pipeline(stages: Sequence[Any], slowest: str) -> Iterator[str]:
 def _timeline(
     records: Sequence[BatchRecord], setting: RecordedSettings
 ) -> Iterator[str]:
-    """Draw the last batches on a time axis, a row per batch, and the consumer."""
+    """Draw a row for the consumer and one for each of the last batches, over time."""
     last = records[-_TIMELINE_ROWS:]
     begin = min(record.made[0] if is_made(record) else record.asked for record in last)
     begin = min(begin, last[0].asked)

@@ -31,7 +31,7 @@ class Percentiles(NamedTuple):
 
 
 class Listed(NamedTuple):
-    """How the shards of an epoch were listed, before the first was read.
+    """How many shards an epoch listed before it read the first, and how long it took.
 
     Attributes:
         shards: How many shards were listed.
@@ -47,8 +47,8 @@ class SourceStats(NamedTuple):
 
     Attributes:
         samples: How many samples the mixture has taken from the source.
-        passes: The current pass over the source, as its ``repeat`` counts from 1; 0
-            before the source's first sample. The mean over this rank's readers.
+        passes: Number of the current pass over the source, from 1, as ``repeat`` counts
+            them; 0 before its first sample. It is the mean over this rank's readers.
     """
 
     samples: int
