@@ -78,7 +78,7 @@ def holds_awaitables(samples: Any) -> bool:
 
 
 def close_coroutines(samples: Any) -> None:
-    """Close the coroutines in a list of samples, which will not be awaited."""
+    """Close the coroutines in a list of samples; nothing will await them."""
     if type(samples) is list:
         for sample in samples:
             if isinstance(sample, types.CoroutineType):

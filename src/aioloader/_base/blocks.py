@@ -104,7 +104,7 @@ class SameErrors:
         self._count = 0
 
     def is_stuck(self, block: Sequence[Any]) -> bool:
-        """Tell whether the iterator raised one error 100 times in a row; note it."""
+        """Tell whether the iterator raised one error 100 times in a row; add a note."""
         last = block[-1] if len(block) else None
         if type(last) is not FailedSample:
             self._count = 0

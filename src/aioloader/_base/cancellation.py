@@ -112,7 +112,7 @@ async def in_order(
     """Yield the results of ``function`` in the order of ``addresses``.
 
     Up to ``_MAX_UNDER_WAY`` calls run ahead of the next result. An error is raised in
-    its turn and cancels the later calls. A caller that stops early closes the generator.
+    its turn and cancels the later calls. Callers that stop early close the generator.
     """
     under_way = deque[asyncio.Task[T]]()
     try:

@@ -146,11 +146,11 @@ class FailurePolicy:
     ) -> None:
         self.on_error = on_error
         self.at_most = at_most
-        self._total = total  # samples in the epoch, if known
+        self._total = total  # number of samples in the epoch, if known
         self._before = before  # of these, how many an earlier run has tried
-        self.attempted: int = 0  # samples tried so far
+        self.attempted: int = 0  # how many samples were tried so far
         self.count: int = 0  # of these, how many failed and were skipped or replaced
-        self.retries: int = 0  # repeated reads; in a worker, since `take_retries`
+        self.retries: int = 0  # how many repeated reads; reset by `take_retries`
         self.latest: deque[Failure] = deque(maxlen=_MAX_FAILURES)
         self._lock = fork_safe(threading.Lock())
 

@@ -29,8 +29,8 @@ _CLOSERS: "list[weakref.WeakMethod[Callable[[], object]]]" = []
 def fork_safe(primitive: T) -> T:
     """Return ``primitive``, a lock or event; every forked child resets it.
 
-    An ``RLock`` that the forking thread itself holds stays locked: the child runs the
-    code that releases it.
+    An ``RLock`` that the forking thread itself holds stays locked, because the child
+    runs the code that releases it.
     """
     _PRIMITIVES.add(primitive)
     return primitive

@@ -1,6 +1,6 @@
 """The cores and the memory that this process may use, also in a container.
 
-The files read here are the kernel's (/proc, /sys): reads never wait for a disk.
+The files read here are the kernel's (/proc, /sys), so reads never wait for a disk.
 """
 
 import contextlib

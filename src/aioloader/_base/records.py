@@ -161,7 +161,7 @@ class RecordedSettings:
     # Set on demand, as are the next two fields.
     used: float = 0.0
     epochs_before: int = 0  # how many epochs the loader ran before this one
-    length: int = 0  # batches in this epoch; without a length: so far
+    length: int = 0  # number of batches in this epoch; so far, if it has no length
     # Arguments that advice must not change: they have no effect, or are "auto".
     fixed: tuple[str, ...] = ()
 
@@ -249,10 +249,10 @@ class Counters:
 
     reads_whole: ClassVar[bool] = False  # as in ``HasEpoch``
     epoch: int = -1  # epoch number, from 0; -1 before the first
-    batches: int = 0  # batches delivered
+    batches: int = 0  # how many batches were delivered
     waited: float = 0.0  # seconds the consumer waited for batches that were not ready
     drawn: float = 0.0  # seconds of that wait in which the sampler drew indices
-    in_flight: int = 0  # batches started and not yet delivered
+    in_flight: int = 0  # how many batches were started and not yet delivered
     records: Records = field(default_factory=Latest)  # of the latest batches
     # The loader's settings, cached on demand; the function that returns them (None:
     # batches are made inline).

@@ -174,7 +174,7 @@ def _one_round(source: Any, options: Namespace) -> Figures:
 def _table(
     ours: Sequence[Figures], theirs: Sequence[Figures], size: float
 ) -> list[str]:
-    """Return the lines of the table of results, for ``size`` samples per batch.
+    """Return the results as a table's lines; ``size``: samples per batch.
 
     A ratio above 1 means better than torch. ``theirs`` is empty if torch cannot run.
     """

@@ -110,7 +110,7 @@ async def _index(stream: Any, options: Namespace) -> None:
 async def _find(
     made_by: ByteFormat, shard: Any, before: tuple[Offsets, Version] | None = None
 ) -> tuple[Offsets, Version, bool]:
-    """Return a shard's sample offsets, its version, and whether an index had both.
+    """Return a shard's offsets, its version, and whether an index had the offsets.
 
     An index next to the shard is used if it is newer than the shard and fits its end.
     """

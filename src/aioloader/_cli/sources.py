@@ -226,7 +226,7 @@ def _labelled(folders: ClassFolders, options: Namespace) -> PackSource:
 
 
 def _unique_keys(names: Iterable[str]) -> Iterator[str]:
-    """Yield a unique key for each name: the name without extension and dots.
+    """Yield a unique key for each name: without extension, with ``_`` for other dots.
 
     All names in one folder must be adjacent.
     """
@@ -301,7 +301,7 @@ def _origin_of(stream: Any, src: str) -> dict[str, Any]:
 
 
 def _place_of(src: str) -> dict[str, str]:
-    """Return SRC's name and a digest of its location, whose path may be private."""
+    """Return SRC's name and a digest of its location, as the path may be private."""
     whole = shown_address(src) if "://" in src else str(Path(src).resolve())
     digest = hashlib.sha256(whole.encode("utf-8", "surrogateescape")).hexdigest()
     name = src.partition("?")[0].rpartition(os.sep)[2].rpartition("/")[2]

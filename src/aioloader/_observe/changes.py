@@ -21,8 +21,8 @@ _PACKED_SHARE = 0.1
 # Reads wait for a store if at most this share of their time is processor time, and each
 # sample waits at least this many seconds, which is more than a coroutine costs.
 _MAX_CPU_SHARE, _LEAST_WAIT = 0.3, 100e-6
-# Seconds that starting workers takes in each epoch: a constant, and for each worker
-# (benchmarks/startup.py).
+# Seconds that starting workers takes in each epoch: a constant, and an amount for each
+# worker (benchmarks/startup.py).
 _START_SECONDS, _WORKER_SECONDS = 0.1, 0.02
 # Seconds that importing torch takes in a process that is not forked: 1.3 on a quiet
 # machine, 5 on a busy one. A fork server imports torch once per program.

@@ -268,7 +268,7 @@ def _read_unlocked(costs: Costs, setting: RecordedSettings, each: float) -> Cost
 def _limited(
     costs: Costs, setting: RecordedSettings, each: float, alone: Sequence[float]
 ) -> Costs:
-    """Return the costs with any limit on reads that the client or the store shows.
+    """Return the costs with the limit on concurrent reads that records show, if any.
 
     If reads queue there, most reads that started while few others ran took less than
     half of the mean time. The number of reads served at a time follows from their rate
@@ -295,7 +295,7 @@ def _copied(
     copies: Sequence[Copy],
     moved: Floats,
 ) -> tuple[Floats, float]:
-    """Return each batch's seconds of copying to the device, and the mean bytes."""
+    """Return each batch's seconds of copying to the device, and mean bytes copied."""
     if not setting.on_device:
         return np.zeros(len(records)), 0.0
     if not copies:

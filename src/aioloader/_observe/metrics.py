@@ -63,7 +63,7 @@ _ENDINGS = {"s": "_seconds", "1": "_ratio", "By": "_bytes"}
 
 
 def _values(stats: Any) -> MetricValues:
-    """Convert ``loader.stats()`` to metric values; metrics without one are left out."""
+    """Convert ``loader.stats()`` to metric values; leave out metrics without values."""
     numbers: dict[str, Any] = {
         "batches": stats.batches,
         "wait.time": stats.waited,

@@ -1,7 +1,7 @@
 """A report as one HTML page: verdict, pipeline, timeline, waits, percentiles.
 
-The page contains its styles, shows diagrams as rows of coloured boxes, and forbids
-requests by a policy. It is also well-formed XML. It has a light and a dark scheme.
+The page contains its styles, shows diagrams as rows of coloured boxes, and has a policy
+that forbids requests. It is well-formed XML, with a light and a dark colour scheme.
 """
 
 import math

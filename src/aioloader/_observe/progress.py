@@ -1,4 +1,4 @@
-"""A progress display for ``for`` and ``async for``: rates, and the share of waiting.
+"""A progress display for ``for`` and ``async for`` that shows rates and waiting.
 
 ``progress(loader)`` yields the loader's batches and reads ``loader.stats()`` at most
 twice a second. The display counts a batch only when the consumer requests the next one,
@@ -61,7 +61,7 @@ def progress(
 
     Args:
         loader: A ``DataLoader``; each iteration iterates over it once.
-        total: Batches of an epoch; ``None``: ``len(loader)``, if it has a length.
+        total: Number of batches in an epoch; ``None``: ``len(loader)``, if it has one.
         desc: Text before the bar or line.
         leave: Whether the display stays after the iteration.
         file: Where to show the display; ``None``: ``sys.stderr``.
@@ -322,7 +322,7 @@ def _show_bar(bar: Any, meter: Meter) -> None:
 
 
 def _short(number: float) -> str:
-    """Return three significant digits and a unit prefix, such as ``"12.3 k"``."""
+    """Format a number with three digits and a unit prefix, such as ``"12.3 k"``."""
     power = 0
     while abs(number) >= 999.5 and power < 4:
         number, power = number / 1000, power + 1

@@ -100,7 +100,7 @@ def stage_stats(
 def until_copied(
     records: Sequence[BatchRecord], setting: RecordedSettings, copies: Sequence[Copy]
 ) -> tuple[Sequence[BatchRecord], RecordedSettings]:
-    """Return records and settings in which the device stage is the consumer.
+    """Return records and settings as if the device stage were the consumer.
 
     Both are unchanged if there are no copies.
     """
@@ -189,7 +189,7 @@ def transports(
 def seen_transports(
     records: Sequence[BatchRecord], setting: RecordedSettings
 ) -> dict[int, float]:
-    """Return the transport seconds, by index, of batches that the consumer awaited."""
+    """Return transport seconds, by record index, of batches the consumer waited for."""
     least = hand_over(records, setting)
     known: dict[int, float] = {}
     free = 0.0

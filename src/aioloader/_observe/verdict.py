@@ -160,7 +160,7 @@ def report(
     stats: LoaderStats | None = None,
     copies: Sequence[Copy] = (),
 ) -> Report:
-    """Return the verdict on a loader.
+    """Return the verdict on a loader, computed from its records.
 
     Failures and dead workers in ``stats`` become remarks. A blocked event loop outranks
     the stages that it slows down.
@@ -190,7 +190,7 @@ def report(
 
 
 def head_room(costs: Costs, setting: RecordedSettings) -> tuple[HeadRoom, ...]:
-    """Return the accelerator's utilisation with steps at 1, 2 and 4 times the speed."""
+    """Return the accelerator's utilisation if steps had 1, 2 and 4 times the speed."""
     rooms = []
     for speed in (1, 2, 4):
         faster = costs.scaled("consumer", 1 / speed)
@@ -273,7 +273,7 @@ class _Case:
         return setting.cores * (1 - costs.delay) * _inverse(used)
 
     def most(self, change: Change) -> float:
-        """Return a change's largest speed-up, as a factor, that measurements allow.
+        """Return the largest speed-up, as a factor, that measurements allow a change.
 
         At most, the consumer waits only for the sampler, and all processors are busy.
         If the change keeps the slots that make batches, the event loop's thread is a
