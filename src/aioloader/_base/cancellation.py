@@ -78,7 +78,7 @@ class finish_despite_cancel(Generic[T]):  # noqa: N801  (awaited like a coroutin
 
 
 async def to_the_end(wait: Callable[[], Awaitable[T]]) -> T:
-    """Await ``wait()``, again after each cancellation; at last raise the last one."""
+    """Await ``wait()``, again if cancelled; raise the last cancellation at the end."""
     cancelled: asyncio.CancelledError | None = None
     try:
         while True:

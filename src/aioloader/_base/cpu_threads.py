@@ -87,7 +87,7 @@ class CpuThread(Executor):
         return future
 
     def post_nowait(self, job: Job) -> None:
-        """Post a job to a running thread. Takes no lock: finalizers may call it."""
+        """Post a job to a running thread without taking a lock, as finalizers must."""
         self._jobs.put(job)
 
     def stop(self, then: Job) -> None:
@@ -305,7 +305,7 @@ def _daemon(run: Callable[[], object], name: str) -> threading.Thread:
 def refuse_gevent(*, unless: str = "") -> None:
     """Raise if gevent has patched modules that waiting threads or processes use.
 
-    Nothing is raised if the module ``unless`` is patched, too: gevent's threads work.
+    Nothing is raised if the module ``unless`` is patched, too, as threads then work.
 
     Raises:
         RuntimeError: If gevent's patches would make the program hang.

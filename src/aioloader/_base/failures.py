@@ -66,7 +66,7 @@ class Skip:
     """Leave out or replace samples that fail: ``on_error=Skip(at_most=0.01)``.
 
     ``on_error="skip"`` is short for ``Skip()``, and ``on_error=function`` for
-    ``Skip(instead=function)``. Both are without a limit.
+    ``Skip(instead=function)``. Neither has a limit.
 
     Example:
         >>> Skip(at_most=10)
@@ -150,7 +150,7 @@ class FailurePolicy:
         self._before = before  # of these, how many an earlier run has tried
         self.attempted: int = 0  # how many samples were tried so far
         self.count: int = 0  # of these, how many failed and were skipped or replaced
-        self.retries: int = 0  # how many repeated reads; reset by `take_retries`
+        self.retries: int = 0  # number of repeated reads; `take_retries` resets it
         self.latest: deque[Failure] = deque(maxlen=_MAX_FAILURES)
         self._lock = fork_safe(threading.Lock())
 

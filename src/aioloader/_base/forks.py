@@ -1,4 +1,4 @@
-"""Clean up forked children: locks that other threads held, and inherited descriptors.
+"""Clean up what forked children inherit: locks of other threads, and descriptors.
 
 A lock that another thread holds at a fork stays locked in the child, where that thread
 does not exist. A child's copy of a socket would keep a worker from noticing that the

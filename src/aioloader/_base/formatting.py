@@ -27,7 +27,7 @@ def _three_digits(value: float) -> str:
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return a table's lines: the first column left-aligned, the others right."""
+    """Return a table's lines; the first column is left-aligned, the others right."""
     columns = list(zip(heads, *rows, strict=True))
     widths = [max(map(len, column)) for column in columns]
     return [

@@ -182,7 +182,7 @@ class RecordedSettings:
 
     @property
     def reading_lanes(self) -> int:
-        """How many reads run at a time: plain code and streams do one per reader."""
+        """How many reads run at a time; plain code and streams do one per reader."""
         is_one_by_one = self.is_coupled or self.is_stream or not self.reads_async
         return self._readers * (1 if is_one_by_one else max(1, self.concurrency))
 
@@ -210,7 +210,7 @@ class RecordedSettings:
 
     @property
     def processors(self) -> int:
-        """How many workers may compute at a time: one if they share the GIL."""
+        """How many workers may compute at a time; only one if they share the GIL."""
         is_one = self.place == "workers" and self.is_shared
         return 1 if is_one else max(1, self.cores)
 

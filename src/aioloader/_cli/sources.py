@@ -226,7 +226,7 @@ def _labelled(folders: ClassFolders, options: Namespace) -> PackSource:
 
 
 def _unique_keys(names: Iterable[str]) -> Iterator[str]:
-    """Yield a unique key for each name: without extension, with ``_`` for other dots.
+    """Yield a unique key for each name, without extension and with ``_`` for dots.
 
     All names in one folder must be adjacent.
     """

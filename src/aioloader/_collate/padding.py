@@ -25,7 +25,7 @@ def pad_collate(
     A sample is a sequence of integers, or a dict with ``input_ids`` and other entries.
     The batch is a dict of tensors of shape (samples, length). The length is the longest
     sample's, rounded up to a ``multiple``. ``input_ids`` is padded with ``pad``.
-    ``attention_mask``, int64, is 1 at tokens and 0 at padding. A sample's other
+    ``attention_mask``, if not given, is 1 at tokens and 0 at padding. A sample's other
     sequences are padded with 0 or False, but ``labels`` with -100. Integers become
     int64; booleans and floats keep their dtype. Entries that are no sequences (numbers,
     texts) are collated by ``default_collate``. The caller owns all tensors.

@@ -37,7 +37,7 @@ _QUICKEST, _MAX_TURNS = 0.05, 3
 
 @dataclass(frozen=True)
 class Costs:
-    """The durations of batches, in seconds: arrays with one entry per batch."""
+    """The durations of batches in seconds, as arrays with one entry per batch."""
 
     read: Floats  # reading its samples one after another
     transform: Floats  # transforming its samples by plain code

@@ -77,7 +77,7 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 
 def report_html(path: str | os.PathLike[str], stats: Any, report: Any) -> None:
-    """Write a report as a page; a complete page replaces an existing file at once."""
+    """Write a report as a page, which replaces an existing file only when complete."""
     text = "\n".join(_page(stats, report))
     with replacing(Path(path)) as partial:
         partial.write_text(text, encoding="utf-8")
@@ -157,7 +157,7 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]
 
 
 def _row(label: str, boxes: Iterable[str], value: str = "", kind: str = "row") -> str:
-    """Return one row of a diagram as HTML: its label, boxes and value."""
+    """Return one row of a diagram as HTML, with its label, boxes and value."""
     words = f"<span>{escape(label)}</span>", f"<b>{escape(value)}</b>"
     bar = f'<div class="bar">{"".join(boxes)}</div>'
     return f'<div class="{kind}">{words[0]}{bar}{words[1]}</div>'

@@ -61,7 +61,7 @@ def progress(
 
     Args:
         loader: A ``DataLoader``; each iteration iterates over it once.
-        total: Number of batches in an epoch; ``None``: ``len(loader)``, if it has one.
+        total: Number of batches per epoch; ``None``: ``len(loader)``, if known.
         desc: Text before the bar or line.
         leave: Whether the display stays after the iteration.
         file: Where to show the display; ``None``: ``sys.stderr``.

@@ -67,7 +67,7 @@ class StageStats:
 
     @property
     def shares(self) -> dict[str, float]:
-        """Shares of the time, from 0 to 1: ``busy``, ``starved``, ``blocked``."""
+        """Shares of the time, from 0 to 1, under ``busy``, ``starved``, ``blocked``."""
         parts = {"busy": self.busy, "starved": self.starved, "blocked": self.blocked}
         seconds = sum(parts.values())
         return {
@@ -312,7 +312,7 @@ class _Timeline:
         ]
 
     def transport(self) -> StageStats:
-        """Return the transport stage: one slot, busy while any batch is in transit."""
+        """Return the transport stage; it is busy while any batch is in transit."""
         begins, ends = self._clip(self._ready - self._moved), self._clip(self._ready)
         left = self._clip(self._left)
         seconds = self._end - self._begin
@@ -339,7 +339,7 @@ class _Timeline:
         )
 
     def consumer(self) -> StageStats:
-        """Return the consumer's stage: busy in its steps, starved while it waits."""
+        """Return the consumer's stage; it is busy in steps and starves in waits."""
         steps = self._asked[1:] - self._taken[:-1]
         waits = float((self._taken - self._asked).sum())
         return StageStats(

@@ -202,7 +202,7 @@ def _extent(events: Iterable[Event]) -> tuple[float, float]:
 
 
 class _Slices(NamedTuple):
-    """Consecutive slices on one track; ``times``: their begins and the last end."""
+    """Consecutive slices on one track; ``times`` has each begin, and the last end."""
 
     track: _Track
     names: Sequence[str]
@@ -271,7 +271,7 @@ def _jobs(traced: Traced) -> Iterator[_Slices]:
             yield _Slices(_CONSUMER, ["step"], [before.taken, record.asked], args)
         before = record
         args = epoch | {"batch": record.number, "samples": record.samples}
-        # Inline, its own indices are drawn first; otherwise later batches' are, last.
+        # Inline, a batch's indices are drawn first; otherwise later batches' come last.
         is_first = traced.setting.place == "inline"
         drawn = record.asked + record.drawn if is_first else record.taken - record.drawn
         names = ["sampler", wait] if is_first else [wait, "sampler"]
