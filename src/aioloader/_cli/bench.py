@@ -166,7 +166,7 @@ def _one_round(source: Any, options: Namespace) -> Figures:
     return {
         "batches": count / seconds,
         "first": first - began,
-        # Oversleeping counts as waiting: the loader's computing threads cause it.
+        # Oversleeping counts as waiting, because the loader's busy threads cause it.
         "waits": max(0.0, 1 - count * step / seconds),
     }
 

@@ -73,8 +73,8 @@ class LoaderStats:
         worker_deaths: How many worker processes died, over all epochs.
         worker_restarts: How many worker processes were started to replace them.
         resumed_at: Number of the epoch's batch at which it resumed; 0 if it did not.
-        batch_bytes: Bytes of tensors, arrays, bytes and text in a batch: the mean of
-            every 16th, and of some of the first; 0 if none was measured.
+        batch_bytes: Mean bytes of a batch's tensors, arrays, byte strings and texts,
+            over every 16th batch and a few early ones; 0 if none was measured.
         listed: How a stream's shards were listed, if this process listed them.
         loop_lag: How long the event loop that reads samples here was blocked; None if
             there is no such loop in this process, or nothing is measured yet.
