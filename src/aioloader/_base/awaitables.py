@@ -65,7 +65,7 @@ def _has_awaitable(values: Collection[Any]) -> bool:
 def holds_awaitables(samples: Any) -> bool:
     """Tell whether a list of samples holds awaitables, also in containers.
 
-    Of the tuples, lists and dicts in it, only the last of each type is searched.
+    Only the last tuple, the last list and the last dict among them are searched.
     """
     if type(samples) is not list:
         return False
@@ -78,7 +78,7 @@ def holds_awaitables(samples: Any) -> bool:
 
 
 def close_coroutines(samples: Any) -> None:
-    """Close the coroutines in a list of samples, which will not be awaited."""
+    """Close the coroutines in a list of samples; nothing will await them."""
     if type(samples) is list:
         for sample in samples:
             if isinstance(sample, types.CoroutineType):

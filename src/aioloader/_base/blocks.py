@@ -59,7 +59,7 @@ class FailedSample:
 def read_block(iterator: Iterator[Any], limit: int) -> tuple[list[Any], bool]:
     """Return a plain iterator's next samples, and whether it has ended.
 
-    After an error, the block ends in a ``FailedSample``. A generator has then ended.
+    An error ends the block with a ``FailedSample``. It also ends a generator.
     """
     block: list[Any] = []
     try:
@@ -80,7 +80,7 @@ async def read_block_async(
 ) -> tuple[list[Any], bool]:
     """Return an async iterator's next samples, and whether it has ended.
 
-    After an error, the block ends in a ``FailedSample``. A generator has then ended.
+    An error ends the block with a ``FailedSample``. It also ends a generator.
     """
     block: list[Any] = []
     try:
@@ -104,7 +104,7 @@ class SameErrors:
         self._count = 0
 
     def is_stuck(self, block: Sequence[Any]) -> bool:
-        """Tell whether ``block`` is the hundredth in a row with only the same error."""
+        """Tell whether the iterator raised one error 100 times in a row; add a note."""
         last = block[-1] if len(block) else None
         if type(last) is not FailedSample:
             self._count = 0

@@ -78,7 +78,7 @@ class finish_despite_cancel(Generic[T]):  # noqa: N801  (awaited like a coroutin
 
 
 async def to_the_end(wait: Callable[[], Awaitable[T]]) -> T:
-    """Await ``wait()``, again after each cancellation; then raise the last of these."""
+    """Await ``wait()``, again if cancelled; raise the last cancellation at the end."""
     cancelled: asyncio.CancelledError | None = None
     try:
         while True:
@@ -111,8 +111,8 @@ async def in_order(
 ) -> AsyncGenerator[T, None]:
     """Yield the results of ``function`` in the order of ``addresses``.
 
-    Up to ``_MAX_UNDER_WAY`` calls run at a time. An error is raised when its address is
-    next, and cancels the later calls. A caller that stops early closes the generator.
+    Up to ``_MAX_UNDER_WAY`` calls run ahead of the next result. An error is raised in
+    its turn and cancels the later calls. Callers that stop early close the generator.
     """
     under_way = deque[asyncio.Task[T]]()
     try:

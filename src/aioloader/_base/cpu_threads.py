@@ -1,4 +1,4 @@
-"""Threads that run a loader's plain code: jobs run in order, and none is lost.
+"""Threads that run a loader's plain code as jobs, in order and without losing any.
 
 Each thread has a queue. A posted job has no future, so it stores its result itself.
 Any thread may post, and so may finalizers, because ``SimpleQueue`` is reentrant.
@@ -67,7 +67,7 @@ class CpuThread(Executor):
     def post(self, job: Job) -> bool:
         """Queue ``job`` after earlier ones; return False if the thread was stopped.
 
-        The job handles its own errors; others are only logged.
+        The job handles its own errors; an error that it raises is only logged.
         """
         with self._lock:
             if self._is_stopped:
@@ -87,7 +87,7 @@ class CpuThread(Executor):
         return future
 
     def post_nowait(self, job: Job) -> None:
-        """Post a job to a running thread. Takes no lock: finalizers may call it."""
+        """Post a job to a running thread without taking a lock, as finalizers must."""
         self._jobs.put(job)
 
     def stop(self, then: Job) -> None:
@@ -131,7 +131,7 @@ class CpuThread(Executor):
 
 
 class SharedThread(CpuThread):
-    """A serial executor without a thread: each job runs in any free shared thread.
+    """A serial executor that borrows any free shared thread for each job.
 
     A service may have hundreds of loaders, and a thread for each would cost more than
     their jobs. All loaders share a few threads, which start on demand. The threads end
@@ -184,7 +184,7 @@ class SharedThread(CpuThread):
             _SHARED.post(self._run_waiting)
 
     def _run_waiting(self) -> None:
-        """Run waiting jobs, until another loader's jobs need the thread."""
+        """Run waiting jobs until none is left or other loaders need the thread."""
         self._ident = threading.get_ident()
         has_more = True
         while has_more:
@@ -208,7 +208,7 @@ class _SharedThreads:
         self.forget()
 
     def forget(self) -> None:
-        """Reset to having no threads, as in a forked child."""
+        """Forget all threads, jobs and users, which do not exist in a forked child."""
         self._lock = threading.RLock()
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._users = self._threads = self._idle = 0
@@ -234,7 +234,7 @@ class _SharedThreads:
         return not self._jobs.empty()
 
     def post(self, job: Job) -> None:
-        """Run ``job`` in a free thread or a new one."""
+        """Queue ``job``; start a thread if none is free, up to ``_MAX_SHARED``."""
         with self._lock:
             self._jobs.put(job)
             if self._idle:
@@ -298,14 +298,14 @@ def _do(job: Job, name: str) -> None:
 
 
 def _daemon(run: Callable[[], object], name: str) -> threading.Thread:
-    """Return a daemon thread: a stuck read cannot block the interpreter's exit."""
+    """Return a daemon thread, so that a stuck read cannot block the program's exit."""
     return threading.Thread(target=run, name=name, daemon=True)
 
 
 def refuse_gevent(*, unless: str = "") -> None:
     """Raise if gevent has patched modules that waiting threads or processes use.
 
-    If the module ``unless`` is patched, too, gevent's threads work: nothing is raised.
+    Nothing is raised if the module ``unless`` is patched, too, as threads then work.
 
     Raises:
         RuntimeError: If gevent's patches would make the program hang.
@@ -354,5 +354,5 @@ def _await_at_exit() -> None:
 _STARTED: weakref.WeakSet[CpuThread] = weakref.WeakSet()
 # Running threads; a CpuThread may be collected before its thread ends.
 _THREADS: set[threading.Thread] = set()
-# Runs at exit after the finalizers registered later, as of iterators: those post jobs.
+# Runs at exit, after the finalizers of iterators, which are newer and may post jobs.
 weakref.finalize(_STARTED, _await_at_exit)

@@ -12,7 +12,7 @@ def imported(module: str, extra: str, why: str) -> Any:
     Args:
         module: The module's name.
         extra: The extra of aioloader that installs the module.
-        why: Start of the error message: ``"from_arrow needs pyarrow"``.
+        why: Start of the error message, such as ``"from_arrow needs pyarrow"``.
 
     Raises:
         ImportError: If the module is not installed; the message says how to install it.

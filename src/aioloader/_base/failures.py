@@ -14,8 +14,8 @@ from aioloader._base.forks import fork_safe
 from aioloader.errors import FailureBudgetError
 
 _MAX_FAILURES = 1000  # how many failures a policy keeps
-# For an epoch of unknown length, a limit that is a share applies before the end: from
-# this many samples on, to failures more than this many standard deviations above it.
+# In an epoch of unknown length, a share is applied before the end only from this many
+# samples on, and with this many standard deviations of failures added.
 _ENOUGH_SAMPLES, _DEVIATIONS = 1000, 5
 
 
@@ -66,15 +66,15 @@ class Skip:
     """Leave out or replace samples that fail: ``on_error=Skip(at_most=0.01)``.
 
     ``on_error="skip"`` is short for ``Skip()``, and ``on_error=function`` for
-    ``Skip(instead=function)``: without a limit.
+    ``Skip(instead=function)``. Neither has a limit.
 
     Example:
         >>> Skip(at_most=10)
         Skip(at_most=10, instead=None)
 
     Args:
-        at_most: Failed samples allowed per epoch and rank, in all: a count such as
-            ``10``, or a share such as ``0.01`` (one is always allowed); ``None``: no
+        at_most: Limit on failed samples per epoch and rank: a count such as ``10``, or
+            a share such as ``0.01``, which allows at least one; ``None``: no
             limit. A share is of the rank's samples in an epoch. If a stream's length is
             unknown, it is of the samples tried, and applies at the end, or from 1,000
             samples on if chance cannot explain the failures. A resumed epoch counts
@@ -117,7 +117,7 @@ OnError: TypeAlias = Literal["raise", "skip"] | Callable[[Failure], Any]
 
 
 def parts_of(on_error: OnError | Skip) -> tuple[OnError, float | None]:
-    """Return the action for failed samples and the limit of failures, if any.
+    """Return the action for failed samples and the limit on failures, if any.
 
     Raises:
         ValueError: If ``on_error`` is neither a known word, a ``Skip`` nor a callable.
@@ -146,11 +146,11 @@ class FailurePolicy:
     ) -> None:
         self.on_error = on_error
         self.at_most = at_most
-        self._total = total  # samples in the epoch, if known
+        self._total = total  # number of samples in the epoch, if known
         self._before = before  # of these, how many an earlier run has tried
-        self.attempted: int = 0  # samples tried so far
+        self.attempted: int = 0  # how many samples were tried so far
         self.count: int = 0  # of these, how many failed and were skipped or replaced
-        self.retries: int = 0  # repeated reads; in a worker, since `take_retries`
+        self.retries: int = 0  # number of repeated reads; `take_retries` resets it
         self.latest: deque[Failure] = deque(maxlen=_MAX_FAILURES)
         self._lock = fork_safe(threading.Lock())
 

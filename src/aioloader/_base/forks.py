@@ -1,4 +1,4 @@
-"""Clean up forked children: locks that other threads held, and inherited descriptors.
+"""Clean up what forked children inherit: locks of other threads, and descriptors.
 
 A lock that another thread holds at a fork stays locked in the child, where that thread
 does not exist. A child's copy of a socket would keep a worker from noticing that the
@@ -29,8 +29,8 @@ _CLOSERS: "list[weakref.WeakMethod[Callable[[], object]]]" = []
 def fork_safe(primitive: T) -> T:
     """Return ``primitive``, a lock or event; every forked child resets it.
 
-    An ``RLock`` that the forking thread itself holds stays locked: the child runs the
-    code that releases it.
+    An ``RLock`` that the forking thread itself holds stays locked, because the child
+    runs the code that releases it.
     """
     _PRIMITIVES.add(primitive)
     return primitive

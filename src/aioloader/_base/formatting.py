@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 
 def seconds_text(seconds: float) -> str:
-    """Return a duration with three significant digits: ``"12.3 ms"``."""
+    """Return a duration as text with three digits, such as ``"12.3 ms"``."""
     if not seconds:
         return "0 s"
     # The next unit starts where three digits would round up to it.
@@ -15,7 +15,7 @@ def seconds_text(seconds: float) -> str:
 
 
 def times_text(gain: float) -> str:
-    """Return a speed-up in percent as a factor: ``"1.39 times"``, ``"3.0 times"``."""
+    """Return a speed-up in percent as a factor, such as ``"1.39 times"``."""
     factor = 1 + gain / 100
     decimals = 2 if factor < 1.995 else 1 if factor < 9.95 else 0
     return f"{factor:,.{decimals}f} times"
@@ -27,7 +27,7 @@ def _three_digits(value: float) -> str:
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return a table's lines: the first column left-aligned, the others right."""
+    """Return a table's lines; the first column is left-aligned, the others right."""
     columns = list(zip(heads, *rows, strict=True))
     widths = [max(map(len, column)) for column in columns]
     return [

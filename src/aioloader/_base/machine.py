@@ -1,6 +1,6 @@
 """The cores and the memory that this process may use, also in a container.
 
-The files read here are the kernel's (/proc, /sys): reads never wait for a disk.
+The files read here are the kernel's (/proc, /sys), so reads never wait for a disk.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ _UNLIMITED = 1 << 60  # cgroup version 1 writes a number near 2 ** 63 for no lim
 
 
 def cores(groups: Path = _GROUPS) -> int:
-    """Return how many cores this process may use; a machine's ranks share them."""
+    """Return how many cores this process may use; ranks share a machine equally."""
     count = float(os.cpu_count() or 1)
     if hasattr(os, "sched_getaffinity"):  # Linux
         count = float(len(os.sched_getaffinity(0)))
@@ -36,7 +36,7 @@ def cores(groups: Path = _GROUPS) -> int:
 
 @functools.cache
 def lack_of_linux() -> str:
-    """Return what worker processes need and this system lacks; "" if nothing."""
+    """Return what worker processes need but this machine lacks; "" if nothing."""
     if not sys.platform.startswith("linux"):
         return "Linux"
     for name, argument in (("memfd_create", "aioloader"), ("pidfd_open", os.getpid())):

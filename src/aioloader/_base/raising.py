@@ -18,7 +18,7 @@ _EXITS = (KeyboardInterrupt, SystemExit)
 
 
 def raisable(error: BaseException, raiser: str) -> BaseException:
-    """Return the error to raise in the consumer for one that ``raiser`` raised."""
+    """Return the error to raise in the consumer when ``raiser`` raised ``error``."""
     if isinstance(error, WrappedExit):
         return error.error
     if not isinstance(error, STOPS):
@@ -47,7 +47,7 @@ def ends_task(error: BaseException) -> bool:
 
 
 class FailedState:
-    """An error of a user's ``state_dict``, in place of the state.
+    """The error that a user's ``state_dict`` raised, saved in place of the state.
 
     The error is raised only where the state is used. A pickle keeps only its text.
     """

@@ -1,6 +1,6 @@
-"""The key-value store that ranks share, and which rank waits longest for data.
+"""The key-value store that ranks share, and a comparison of how long ranks wait.
 
-The user or torch's process group provides the store. Operations block and use new
+The user or torch's process group provides the store. Operations block. They use new
 connections, because torch locks a busy one. No function here waits for other ranks.
 """
 
@@ -19,8 +19,8 @@ from aioloader._base.formatting import seconds_text
 
 # torch's type stubs do not name the stores.
 dist: Any = torch.distributed
-# Defaults in seconds, which `agree` can change: for one operation of the store, and for
-# waiting for the other ranks (as in torch's process groups).
+# Default limits in seconds, which `agree` can change: on one operation of the store,
+# and on the wait for the other ranks (as in torch's process groups).
 TIMEOUT = 60.0
 PATIENCE = 1800.0
 # With the process id, this token identifies a process among all of a run.
@@ -30,8 +30,8 @@ _TOKEN = os.urandom(4).hex()
 class RankStore:
     """The store through which ranks agree; picklable if it can be reopened.
 
-    ``store``: of ``torch.distributed``; if None, ``resolved`` returns the process
-    group's. ``timeout``: limit in seconds on each operation and wait for other ranks.
+    ``store``: a ``torch.distributed`` store; if None, ``resolved`` returns the process
+    group's. ``timeout``: limit in seconds on each operation and each wait for ranks.
     """
 
     def __init__(self, store: Any = None, timeout: float | None = None) -> None:
@@ -43,7 +43,7 @@ class RankStore:
 
     @property
     def process(self) -> int | str:
-        """The identity of this process; in a worker, of its loader's process.
+        """The identity of this process, or of the loader's process if this is a worker.
 
         With a process group, it is the rank there. A loader's rank would not identify a
         process, because several processes may read one rank's part.

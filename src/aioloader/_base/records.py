@@ -1,4 +1,4 @@
-"""Records of the latest batches: a few clock readings of each.
+"""Records of the latest batches, each a few clock readings.
 
 A loader always keeps them, and computes all its statistics from them on request. The
 hot path appends one tuple per batch. The clock is ``time.perf_counter``, which all
@@ -17,14 +17,14 @@ from aioloader._base.machine import RunTimes, run_times
 
 T = TypeVar("T")
 
-# How many batches of an epoch have their records kept: the latest ones.
+# An epoch keeps the records of this many batches, the latest ones.
 KEPT = 1024
 # Processor time and bytes are measured for one batch in this many, from the second on
 # (the first is atypical), and for a few early ones, because epochs may be short.
 _CLOCKED_EVERY, _CLOCKED_EARLY = 16, frozenset((3, 7, 15))
 # In seconds; a faster batch can hardly have waited for a processor.
 _QUICK_BATCH = 5e-4
-_MEASURED_ITEMS = 16  # of a batch; the bytes of the others are extrapolated
+_MEASURED_ITEMS = 16  # measured per batch; the other items' bytes are extrapolated
 _SIZES = {int: 8, float: 8, bool: 8, type(None): 8}
 
 # Clock readings, in seconds, of a batch's stages. A plain tuple costs a fifth of a
@@ -55,7 +55,7 @@ def is_clocked(number: int) -> bool:
 
 
 def thread_clocks(number: int, seconds: float = 1.0) -> RunTimes | None:
-    """Return this thread's times; None for most batches, as reading takes 20 us.
+    """Return this thread's times; None for most batches, as reading them takes 20 us.
 
     ``seconds``: how long the previous batch took. If short, ``delayed`` is not read.
     """
@@ -65,7 +65,7 @@ def thread_clocks(number: int, seconds: float = 1.0) -> RunTimes | None:
 
 
 def spent(since: RunTimes) -> RunTimes:
-    """Return the times of this thread since ``thread_clocks`` returned ``since``."""
+    """Return this thread's times since ``thread_clocks`` returned ``since``."""
     if since.delayed < 0:
         return RunTimes(time.thread_time() - since.cpu)
     return run_times() - since
@@ -126,7 +126,7 @@ Records: TypeAlias = Latest[RecordTuple]
 
 @dataclass(eq=False, repr=False)
 class RecordedSettings:
-    """The settings of a loader in an epoch that decide its speed."""
+    """The settings that decide a loader's speed in one epoch."""
 
     # Where batches are made. ``"inline"``: in the consumer's thread, on request.
     # ``"thread"``: by plain code in another thread. ``"loop"``: coroutines read, on the
@@ -154,14 +154,14 @@ class RecordedSettings:
     on_device: int = 0
     stays_on_host: bool = False  # whether the device stage moves nothing to a device
     is_persistent: bool = False  # whether workers are kept between epochs
-    start_method: str = "fork"  # of worker processes, if there were any
+    start_method: str = "fork"  # how worker processes, if any, are started
     sampler: str = ""  # class name of the sampler or batch sampler
     cores: int = 1  # how many this process may use; set on demand
     # How many cores this process has used, without its worker processes; 0 if unknown.
     # Set on demand, as are the next two fields.
     used: float = 0.0
     epochs_before: int = 0  # how many epochs the loader ran before this one
-    length: int = 0  # batches in this epoch; without a length: so far
+    length: int = 0  # number of batches in this epoch; so far, if it has no length
     # Arguments that advice must not change: they have no effect, or are "auto".
     fixed: tuple[str, ...] = ()
 
@@ -182,7 +182,7 @@ class RecordedSettings:
 
     @property
     def reading_lanes(self) -> int:
-        """How many reads run concurrently: of batches if coupled, else of samples."""
+        """How many reads run at a time; plain code and streams do one per reader."""
         is_one_by_one = self.is_coupled or self.is_stream or not self.reads_async
         return self._readers * (1 if is_one_by_one else max(1, self.concurrency))
 
@@ -210,7 +210,7 @@ class RecordedSettings:
 
     @property
     def processors(self) -> int:
-        """How many workers may compute at a time: one if they share the GIL."""
+        """How many workers may compute at a time; only one if they share the GIL."""
         is_one = self.place == "workers" and self.is_shared
         return 1 if is_one else max(1, self.cores)
 
@@ -223,7 +223,7 @@ class LoopLag:
     the GIL that another thread holds.
 
     Attributes:
-        seconds: How long the loop was blocked at a time: the 95th percentile.
+        seconds: 95th percentile of how long the loop was blocked at a time.
         share: Share of the time in which the loop was blocked, from 0 to 1.
         culprit: Name and location of the blocking coroutine; ``""`` if none was found.
         computes: Whether the coroutine computes; if not, it waits for a lock or a
@@ -249,10 +249,10 @@ class Counters:
 
     reads_whole: ClassVar[bool] = False  # as in ``HasEpoch``
     epoch: int = -1  # epoch number, from 0; -1 before the first
-    batches: int = 0  # batches delivered
+    batches: int = 0  # how many batches were delivered
     waited: float = 0.0  # seconds the consumer waited for batches that were not ready
     drawn: float = 0.0  # seconds of that wait in which the sampler drew indices
-    in_flight: int = 0  # batches started and not yet delivered
+    in_flight: int = 0  # how many batches were started and not yet delivered
     records: Records = field(default_factory=Latest)  # of the latest batches
     # The loader's settings, cached on demand; the function that returns them (None:
     # batches are made inline).
@@ -260,11 +260,11 @@ class Counters:
     describe: Callable[[], RecordedSettings] | None = None
     weighed: int = 0  # how many batches had their bytes counted
     bytes: int = 0  # the bytes of these batches
-    # Time and this process's processor time at each call of ``weigh``: the latest.
+    # Time and this process's processor time at the latest calls of ``weigh``.
     clocks: deque[tuple[float, float]] = field(
         default_factory=partial(deque, maxlen=KEPT // _CLOCKED_EVERY)
     )
-    listed_shards: int = 0  # of a stream whose shards this process lists
+    listed_shards: int = 0  # how many shards of a stream this process listed
     listed_seconds: float = 0.0  # how long listing the shards took
     # Durations of reads that coroutines started while few others ran, in seconds.
     alone: Sequence[float] = ()
@@ -274,12 +274,12 @@ class Counters:
     # The latest copies to the device; the copying thread appends them.
     copies: Latest[Copy] = field(default_factory=Latest)
     moved_bytes: int = 0  # device memory of all moved batches; set by that thread
-    taken_bytes: int = 0  # of delivered batches; written by the consumer's thread
+    taken_bytes: int = 0  # the same for delivered ones; set by the consumer's thread
     # Identity of the iteration, since two may have the same epoch number.
     iteration: object = field(default_factory=object)
 
     def weigh(self, batch: Any) -> None:
-        """Count the bytes of a batch; called for those that ``is_clocked`` picks."""
+        """Count a batch's bytes; called for the batches that ``is_clocked`` picks."""
         self.weighed += 1
         self.bytes += bytes_of(batch)
         self.clocks.append((time.perf_counter(), time.process_time()))
@@ -311,7 +311,7 @@ COUNTERS: ContextVar[Counters | None] = ContextVar("aioloader_counters", default
 
 
 def bytes_of(batch: Any, items: int = _MEASURED_ITEMS, depth: int = 8) -> int:
-    """Return how many bytes the tensors, arrays, bytes and text in a batch have.
+    """Return the total bytes of a batch's tensors, arrays, byte strings and texts.
 
     A list's total is extrapolated from about ``items`` items, evenly spaced.
     """

@@ -1,6 +1,6 @@
 """Decide whether to retry a read, and after how long.
 
-The code does no I/O: it only computes the delay; the reader waits.
+The code does no I/O. It only computes the delay; the reader waits.
 """
 
 import random

@@ -28,7 +28,7 @@ running_loop: Final = asyncio._get_running_loop  # noqa: SLF001
 
 
 class Waiters:
-    """Threads, and tasks on any loop, that wait until ``is_true`` returns True.
+    """Threads, and tasks on any loop, that wait for ``wake`` unless ``is_true()``.
 
     A subclass may define ``_is_true`` as a method instead.
     """
@@ -106,7 +106,7 @@ class Waiters:
 
 
 class Latch(Waiters):
-    """A switch that is set once; threads and tasks can wait until it is."""
+    """A switch that is set once; threads and tasks can wait until it is set."""
 
     _is_set = False
 
@@ -146,7 +146,7 @@ _LOOK_UPS = weakref.WeakKeyDictionary()
 
 
 def looking_up(loop: asyncio.AbstractEventLoop) -> AbstractContextManager[object]:
-    """Return a context for a wait on this thread's ``loop``: Ctrl-C interrupts it."""
+    """Return a context in which Ctrl-C interrupts a wait on this thread's ``loop``."""
     if threading.current_thread() is not threading.main_thread():
         return _NOTHING
     if (timer := _LOOK_UPS.get(loop)) is None:

@@ -166,7 +166,7 @@ def _one_round(source: Any, options: Namespace) -> Figures:
     return {
         "batches": count / seconds,
         "first": first - began,
-        # Oversleeping counts as waiting: the loader's computing threads cause it.
+        # Oversleeping counts as waiting, because the loader's busy threads cause it.
         "waits": max(0.0, 1 - count * step / seconds),
     }
 
@@ -174,7 +174,7 @@ def _one_round(source: Any, options: Namespace) -> Figures:
 def _table(
     ours: Sequence[Figures], theirs: Sequence[Figures], size: float
 ) -> list[str]:
-    """Return the lines of the table of results, for ``size`` samples per batch.
+    """Return the results as a table's lines; ``size``: samples per batch.
 
     A ratio above 1 means better than torch. ``theirs`` is empty if torch cannot run.
     """

@@ -70,7 +70,7 @@ def run(options: Namespace) -> None:
 
 
 async def _index(stream: Any, options: Namespace) -> None:
-    """Write an index next to each shard, or one pack, saved every minute meanwhile."""
+    """Write an index next to each shard, or one pack, which is saved every minute."""
     made_by: ByteFormat = stream.made_by
     of, pack, growing = indexed.kind_of(stream), options.pack, EdgesBuilder()
     before: dict[str, tuple[Offsets, Version]] = {}
@@ -110,7 +110,7 @@ async def _index(stream: Any, options: Namespace) -> None:
 async def _find(
     made_by: ByteFormat, shard: Any, before: tuple[Offsets, Version] | None = None
 ) -> tuple[Offsets, Version, bool]:
-    """Return the offsets of a shard's samples, its version, and if an index had them.
+    """Return a shard's offsets, its version, and whether an index had the offsets.
 
     An index next to the shard is used if it is newer than the shard and fits its end.
     """

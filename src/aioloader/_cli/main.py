@@ -93,7 +93,7 @@ examples:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command line, by default that of ``sys.argv``; return the exit status."""
+    """Run a command line, by default from ``sys.argv``; return the exit status."""
     options = _parser().parse_args(arguments)
     try:
         options.run(options)

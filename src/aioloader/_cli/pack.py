@@ -41,7 +41,7 @@ def _make_writer(source: PackSource, options: Namespace) -> ShardWriter:
 async def write_all(
     source: PackSource, writer: ShardWriter | TokenWriter, options: Namespace
 ) -> int:
-    """Write samples, show progress; return how many an earlier run had written."""
+    """Write samples and show progress; return how many an earlier run had written."""
     is_seen = sys.stderr.isatty() and not options.quiet
     of = "" if source.count is None else f" of {source.count:,}"
     shown = 0.0

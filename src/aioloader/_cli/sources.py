@@ -41,7 +41,7 @@ _TEXTS = _ROWS | {"txt": TextDataset}
 _ENDING = re.compile(
     r"\.(jsonl|ndjson|parquet|tar|txt)(\.(gz|zst|bz2|xz))?$", re.IGNORECASE
 )
-# A sample: its key or other entries; its files' indices by column or extension.
+# A sample's key or other entries, and its files' numbers by column or extension.
 Plan: TypeAlias = tuple[dict[str, Any], dict[str, int]]
 
 
@@ -85,7 +85,7 @@ def find_source(options: Namespace) -> PackSource:
 
 
 def find_kind(src: str) -> str:
-    """Return the extension that decides how SRC is read; "" for any other SRC."""
+    """Return the extension that decides how SRC is read; "" if there is none."""
     ending = re.search(_ENDING, name_of(src))
     is_folder = "://" not in src and Path(src).is_dir()
     return ending[1].lower() if ending and not is_folder else ""
@@ -226,7 +226,7 @@ def _labelled(folders: ClassFolders, options: Namespace) -> PackSource:
 
 
 def _unique_keys(names: Iterable[str]) -> Iterator[str]:
-    """Yield a unique key for each name: the name without extension and dots.
+    """Yield a unique key for each name, without extension and with ``_`` for dots.
 
     All names in one folder must be adjacent.
     """
@@ -301,7 +301,7 @@ def _origin_of(stream: Any, src: str) -> dict[str, Any]:
 
 
 def _place_of(src: str) -> dict[str, str]:
-    """Return SRC's name and a digest of its location, whose path may be private."""
+    """Return SRC's name and a digest of its location, as the path may be private."""
     whole = shown_address(src) if "://" in src else str(Path(src).resolve())
     digest = hashlib.sha256(whole.encode("utf-8", "surrogateescape")).hexdigest()
     name = src.partition("?")[0].rpartition(os.sep)[2].rpartition("/")[2]

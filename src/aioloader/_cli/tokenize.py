@@ -42,7 +42,7 @@ def run(options: Namespace) -> None:
 
 
 def _find_tokenizer(name: str) -> Any:
-    """Return the tokenizer at ``name``: a file, directory, Hub name or module:name."""
+    """Load a tokenizer; ``name``: a file, a directory, a Hub name or module:name."""
     if re.fullmatch(r"[\w.]+:[\w.]+", name):
         return _named(find_object(*name.split(":")), name)
     path = Path(name)
@@ -61,7 +61,7 @@ def _find_tokenizer(name: str) -> Any:
 
 
 def _named(tokenizer: Any, name: str) -> Any:
-    """Return the tokenizer; wrap a plain function so that its errors name it."""
+    """Return the tokenizer; wrap a plain function so that errors show ``name``."""
     if not inspect.isfunction(tokenizer) or inspect.iscoroutinefunction(tokenizer):
         return tokenizer
 

@@ -98,7 +98,7 @@ def varlen_collate(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         ``max_seqlen``, the length of the longest document, an int.
 
     Raises:
-        KeyError: If a sample has no ``position_ids``, or its names are not the first's.
+        KeyError: If a sample lacks ``position_ids``, or samples' names differ.
         ValueError: If a sample's arrays are not 1-D or differ in length.
     """
     rows = [_flat(number, sample, samples[0]) for number, sample in enumerate(samples)]
@@ -149,7 +149,7 @@ def collates_as_torch() -> bool:
 
 
 def changed_rules() -> dict[Any, Any]:
-    """Return the entries that a user has added to torch's registry, or replaced."""
+    """Return the entries of torch's registry that a user has added or replaced."""
     rules = torch_rules.default_collate_fn_map.items()
     return {kind: rule for kind, rule in rules if _STANDARD.get(kind) is not rule}
 
@@ -178,7 +178,7 @@ def _collate_sequence(samples: Sequence[Sequence[Any]]) -> Any:
 
 
 def like(model: Any, columns: dict[Any, Any] | list[Any]) -> Any:
-    """Return ``columns`` as ``model``'s type, or unchanged if that cannot be made."""
+    """Convert ``columns`` to ``model``'s type, or return them if that is impossible."""
     if type(model) is type(columns):
         return columns
     try:
@@ -394,7 +394,7 @@ def collates_quickly(collate_fn: Any, samples: Sequence[Any]) -> bool:
 
 
 def _size_of(sample: Any) -> tuple[int, int]:
-    """Return the number of a sample's leaves, and their bytes; unknown types: many."""
+    """Return a sample's numbers of values and bytes; too many for an unknown type."""
     cls = type(sample)
     if cls in _NUMBERS:
         return 1, 8

@@ -1,6 +1,6 @@
 """Batches of in-memory tensors: one gather per tensor, no work per sample.
 
-A ``TensorDataset`` is read like this, in the loader's process and in workers.
+``TensorDataset`` is read this way, in the loader's process and in workers.
 """
 
 import contextlib
@@ -61,7 +61,7 @@ class UnreadSamples:
         return len(self._indices)
 
     def collate(self) -> list[torch.Tensor]:
-        """Return the batch: a tensor per dataset tensor, in lent memory if any."""
+        """Return one batch tensor per dataset tensor, in lent memory if possible."""
         tensors, indices, index = self._tensors, self._indices, _as_index(self._indices)
         least = int(index.min()) if index is not None and len(index) else 2
         # A bool as an index is a mask, not row 0 or 1.

@@ -23,9 +23,9 @@ def pad_collate(
     """Return a picklable ``collate_fn`` for token sequences of different lengths.
 
     A sample is a sequence of integers, or a dict with ``input_ids`` and other entries.
-    The batch is a dict of tensors of shape (samples, length): the longest sample's
-    length, rounded up to a ``multiple``. ``input_ids`` is padded with ``pad``.
-    ``attention_mask``, int64, is 1 at tokens and 0 at padding. A sample's other
+    The batch is a dict of tensors of shape (samples, length). The length is the longest
+    sample's, rounded up to a ``multiple``. ``input_ids`` is padded with ``pad``.
+    ``attention_mask``, if not given, is 1 at tokens and 0 at padding. A sample's other
     sequences are padded with 0 or False, but ``labels`` with -100. Integers become
     int64; booleans and floats keep their dtype. Entries that are no sequences (numbers,
     texts) are collated by ``default_collate``. The caller owns all tensors.
@@ -36,12 +36,12 @@ def pad_collate(
 
     Args:
         pad: Token that fills ``input_ids``.
-        multiple: The length is rounded up to a multiple of this, as 8 for tensor cores.
+        multiple: The length is rounded up to a multiple of this: 8 for tensor cores.
 
     Raises:
         ValueError: If ``multiple`` is below 1. The returned function raises it if a
             sample's sequences differ in length, ``TypeError`` if they are not numbers,
-            and ``KeyError`` if a sample's entries differ from the first one's.
+            and ``KeyError`` if ``input_ids`` is missing or samples' entries differ.
     """
     if operator.index(multiple) < 1:
         raise ValueError(f"multiple must be at least 1, got {multiple}")

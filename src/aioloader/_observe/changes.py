@@ -16,13 +16,13 @@ _MAX_READS = 1024
 _MANY_READS = 256
 # The concurrency of an async dataset if none is given.
 _CONCURRENCY = 64
-# Assumed time to read small files from shards, as a share of reading them singly.
+# Assumed time to read a small file from a shard, as a share of a single read's time.
 _PACKED_SHARE = 0.1
 # Reads wait for a store if at most this share of their time is processor time, and each
 # sample waits at least this many seconds, which is more than a coroutine costs.
 _MAX_CPU_SHARE, _LEAST_WAIT = 0.3, 100e-6
-# Seconds that starting workers takes in each epoch: a constant, and for each worker
-# (benchmarks/startup.py).
+# Seconds that starting workers takes in each epoch: a constant, and an amount for each
+# worker (benchmarks/startup.py).
 _START_SECONDS, _WORKER_SECONDS = 0.1, 0.02
 # Seconds that importing torch takes in a process that is not forked: 1.3 on a quiet
 # machine, 5 on a busy one. A fork server imports torch once per program.
@@ -38,7 +38,7 @@ _UNEVEN = 2.0
 
 @dataclass(frozen=True)
 class Change:
-    """A candidate: one argument to change, and the settings and costs after it."""
+    """A candidate change of one argument, with the settings and costs after it."""
 
     argument: str  # its name
     old: object  # its value; if the loader chooses it, the one in effect
@@ -53,7 +53,7 @@ class Change:
 def changes(
     costs: Costs, setting: RecordedSettings, start: float = 0.0
 ) -> Iterator[Change]:
-    """Yield the changes that suit a loader; within a kind, the smallest first."""
+    """Yield candidate changes; the smallest change of an argument comes first."""
     candidates = chain(
         _starts(costs, setting, start),
         _windows(costs, setting),
@@ -168,7 +168,7 @@ def _workers(costs: Costs, setting: RecordedSettings) -> Iterator[Change]:
 def _first_start(setting: RecordedSettings) -> float:
     """Return the seconds that starting the first worker process adds to each epoch.
 
-    A fork server's import is spread over this epoch and as many as there were before.
+    A fork server imports torch once; that time is spread over all epochs so far.
     """
     epochs = setting.epochs_before + 1 if setting.start_method == "forkserver" else 1
     return _START_SECONDS + (setting.start_method != "fork") * _IMPORT_SECONDS / epochs

@@ -22,11 +22,11 @@ from aioloader._observe.stages import (
 _MAX_BATCHES = 256
 # A worker is slow if it takes more than this many times the median worker's time.
 _SLOW = 2.0
-# Signs of waits for the GIL: batches of this process take this long to arrive, in s;
+# Steps may wait for the GIL if batches of this process arrive this many seconds late.
 _LATE = 1e-3
-# or this share of steps, and this many times as many as by chance, end
+# They also may if more than this share, and this many times chance, end just after
 _LATE_SHARE, _TIMES_CHANCE = 0.2, 4
-# at most this many seconds after a batch was made, when its thread releases the GIL.
+# a batch was made: within this many seconds, when its thread releases the GIL.
 _JUST_AFTER = 3e-4
 # To tell whether reads queue, this many must have started while few others ran, and
 # this share of the readers must be busy.
@@ -37,7 +37,7 @@ _QUICKEST, _MAX_TURNS = 0.05, 3
 
 @dataclass(frozen=True)
 class Costs:
-    """The durations of batches, in seconds: arrays with one entry per batch."""
+    """The durations of batches in seconds, as arrays with one entry per batch."""
 
     read: Floats  # reading its samples one after another
     transform: Floats  # transforming its samples by plain code
@@ -58,7 +58,7 @@ class Costs:
     is_measured: bool = False
     delay: float = 0.0  # share of plain code's runnable time without a processor
     locked: float = 0.0  # mean seconds that a step waits for the GIL, not in ``step``
-    held: float = 0.0  # mean seconds that a stream's reads wait for it, not in ``read``
+    held: float = 0.0  # the same for a stream's reads, not in ``read``
     nbytes: float = 0.0  # mean bytes copied to the device
     slow: tuple[float, ...] = ()  # each worker's time as a multiple of the median's
     # How many reads the client or the store serves at a time, and the seconds per read
@@ -99,13 +99,13 @@ def costs_of(
     copies: Sequence[Copy] = (),
     alone: Sequence[float] = (),
 ) -> Costs | None:
-    """Return the costs of the latest batches; None for fewer than two records.
+    """Return the costs of the latest batches; None if fewer than two have stage times.
 
     ``alone``: the seconds of reads that started while few others ran.
 
-    Some costs are estimates: the transport of batches that the consumer did not wait
-    for (``transports``), waits for the GIL, and processor time, which is measured only
-    for a few batches.
+    Some costs are estimates: waits for the GIL, and the transport of batches that the
+    consumer did not wait for (``transports``). Processor time is measured for a few
+    batches only.
     """
     records = list(filter(is_made, records))
     if len(records) < 2:
@@ -189,11 +189,11 @@ def lock_waits(records: Sequence[BatchRecord], setting: RecordedSettings) -> Flo
     that slept or waited for its accelerator resumes late if the loader's threads
     compute. So its step looks longer than it is.
 
-    The waits are 0 without a sign of them: batches that the consumer waited for came
-    late, or many steps ended just after a batch was made. If many steps take equally
-    long, each waited as long as batches were being made in its last switch interval,
-    or half of that if a batch was made just before its end. Otherwise, the time beyond
-    the quickest steps was waiting.
+    The waits are 0 unless batches that the consumer waited for came late, or many steps
+    ended just after a batch was made. If many steps take equally long, each waited as
+    long as batches were being made in its last switch interval, or half of that if a
+    batch was made just before its end. Otherwise, if a batch was being made then, the
+    step's time beyond the quickest steps was waiting.
     """
     none = np.zeros(max(0, len(records) - 1))
     if not (setting.is_shared and len(none)) or setting.on_device:
@@ -268,7 +268,7 @@ def _read_unlocked(costs: Costs, setting: RecordedSettings, each: float) -> Cost
 def _limited(
     costs: Costs, setting: RecordedSettings, each: float, alone: Sequence[float]
 ) -> Costs:
-    """Return the costs with any limit on reads that the client or the store shows.
+    """Return the costs with the limit on concurrent reads that records show, if any.
 
     If reads queue there, most reads that started while few others ran took less than
     half of the mean time. The number of reads served at a time follows from their rate
@@ -295,7 +295,7 @@ def _copied(
     copies: Sequence[Copy],
     moved: Floats,
 ) -> tuple[Floats, float]:
-    """Return each batch's seconds of copying to the device, and the mean bytes."""
+    """Return each batch's seconds of copying to the device, and mean bytes copied."""
     if not setting.on_device:
         return np.zeros(len(records)), 0.0
     if not copies:
@@ -311,7 +311,7 @@ def slow_workers(
 ) -> tuple[float, ...]:
     """Return each worker's time per batch as a multiple of the median worker's.
 
-    It is 1 for workers below twice the median, which may be chance.
+    Factors up to 2 may be chance and become 1. Empty for fewer than three workers.
     """
     seconds: dict[int, list[float]] = {}
     for record in records if setting.place == "workers" else ():
@@ -333,11 +333,11 @@ def plain_seconds(record: BatchRecord, setting: RecordedSettings) -> float:
 def measured_cpu(
     records: Sequence[BatchRecord], setting: RecordedSettings
 ) -> tuple[float, float]:
-    """Return the shares of plain code's processor time and waits for a processor.
+    """Return plain code's share of processor time, and of waits for a processor.
 
-    The first is a share of its seconds; the second, of the seconds in which it computed
-    or was ready to. They are medians over the measured batches, because the first may
-    wait long for imports, page faults or a disk. Zeros if no batch was measured.
+    The first is a share of all its seconds. The second is a share of the seconds in
+    which it computed or was ready to. Both come from medians over batches, because the
+    first batch may wait for imports, page faults or a disk. Zeros if none was measured.
     """
     shares, delays = [], []
     for record in records:
@@ -355,7 +355,7 @@ def measured_cpu(
 def start_seconds(records: Sequence[BatchRecord], setting: RecordedSettings) -> float:
     """Return the seconds that an epoch waited for its worker processes to start.
 
-    0 if workers are kept between epochs, or if the first batch is not recorded.
+    0 without worker processes, if they are kept, or if batch 0 has no stage times.
     """
     starts = setting.worker_kind == "process" and not setting.is_persistent
     first = records[0]

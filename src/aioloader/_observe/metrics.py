@@ -55,7 +55,7 @@ _METRICS = {
     ),
     "stage.duration": ("s", f"Time a stage takes for a batch: {_QUANTILES}."),
 }
-# Counters of one epoch, which are added up over epochs; and all counters.
+# Counts of one epoch, which are added up over epochs. Then all counters.
 _SUMS = ("batches", "wait.time", "failures", "retries")
 _COUNTERS = (*_SUMS, "worker.deaths", "worker.restarts")
 # Suffixes of Prometheus' names, by unit.
@@ -63,7 +63,7 @@ _ENDINGS = {"s": "_seconds", "1": "_ratio", "By": "_bytes"}
 
 
 def _values(stats: Any) -> MetricValues:
-    """Return all metrics that ``stats``, from ``loader.stats()``, has values for."""
+    """Convert ``loader.stats()`` to metric values; leave out metrics without values."""
     numbers: dict[str, Any] = {
         "batches": stats.batches,
         "wait.time": stats.waited,
@@ -186,7 +186,7 @@ def _observe(
 
 
 class _Watched:
-    """A loader whose metrics are collected; it adds up counts over epochs."""
+    """A weakly held loader and its metrics, with counts added up over epochs."""
 
     def __init__(self, name: str, loader: Any) -> None:
         self.name = name
@@ -194,8 +194,8 @@ class _Watched:
         self._lock = threading.RLock()  # scrapes may come from several threads
         self._left: MetricValues = {}  # not yet taken in this collection
         self._iteration: object = None  # the iteration that ``_latest`` counts
-        self._latest: dict[str, float] = {}  # of the current iteration
-        self._before: defaultdict[str, float] = defaultdict(float)  # of earlier ones
+        self._latest: dict[str, float] = {}  # counts of the current iteration
+        self._before: defaultdict[str, float] = defaultdict(float)  # earlier counts
 
     def read(self) -> MetricValues:
         """Return the values of all metrics; empty if the loader was deleted."""

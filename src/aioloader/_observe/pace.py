@@ -4,8 +4,8 @@ A batch is requested when an earlier one is taken. It is taken when it is ready 
 step before has ended. So one pass computes each batch's times from those of earlier
 batches. Two laws bound the result (Denning and Buzen, "The operational analysis of
 queueing network models", 1978). No slot, reader, processor or copy does more than a
-second of work per second. The batches in flight are their rate times the seconds that
-each takes (Little). Assumptions:
+second of work per second. The number of batches in flight is their rate times the
+seconds that each takes (Little). Assumptions:
 
 - Reads do not slow down when more run at a time, unless they queue (``costs``). A batch
   takes as long in a worker as in the consumer's process. Transport is as recorded and
@@ -94,7 +94,7 @@ def taken_times(
 def _parts(costs: Costs, setting: RecordedSettings) -> Floats:
     """Return the seconds of each batch's stages, as an array with a row per batch.
 
-    Columns: time of all readers together; time until its samples are read; making in a
+    Columns: time of all readers together; time until all samples are read; making in a
     slot; transport; copy to the device; training step; drawing indices.
     """
     made, back = costs.make, costs.transport
@@ -116,7 +116,7 @@ def _parts(costs: Costs, setting: RecordedSettings) -> Floats:
 def pace(taken: Sequence[float]) -> float:
     """Return the seconds per batch, robust against batches that come in bursts.
 
-    It is the time between the mean times of both halves, per batch between them.
+    That is the time from the first half's mean to the second half's, per batch between.
     """
     half = len(taken) // 2
     if not half:

@@ -1,7 +1,7 @@
 """A report as one HTML page: verdict, pipeline, timeline, waits, percentiles.
 
-The page contains its styles, shows diagrams as rows of coloured boxes, and forbids
-requests by a policy. It is also well-formed XML. It has a light and a dark scheme.
+The page contains its styles, shows diagrams as rows of coloured boxes, and has a policy
+that forbids requests. It is well-formed XML, with a light and a dark colour scheme.
 """
 
 import math
@@ -77,7 +77,7 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 
 def report_html(path: str | os.PathLike[str], stats: Any, report: Any) -> None:
-    """Write the page of a report; it replaces an existing file only when complete."""
+    """Write a report as a page, which replaces an existing file only when complete."""
     text = "\n".join(_page(stats, report))
     with replacing(Path(path)) as partial:
         partial.write_text(text, encoding="utf-8")
@@ -157,7 +157,7 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]
 
 
 def _row(label: str, boxes: Iterable[str], value: str = "", kind: str = "row") -> str:
-    """Return one row of a diagram as HTML: its label, boxes and value."""
+    """Return one row of a diagram as HTML, with its label, boxes and value."""
     words = f"<span>{escape(label)}</span>", f"<b>{escape(value)}</b>"
     bar = f'<div class="bar">{"".join(boxes)}</div>'
     return f'<div class="{kind}">{words[0]}{bar}{words[1]}</div>'
@@ -177,7 +177,7 @@ def _legend(entries: dict[str, str]) -> str:
 
 
 def _pipeline(stages: Sequence[Any], slowest: str) -> Iterator[str]:
-    """Draw for each stage its shares of busy, starved and blocked time.
+    """Draw each stage's shares of busy, starved and blocked time.
 
     ``slowest``: the stage that the verdict names, which is marked.
     """
@@ -199,7 +199,7 @@ def _pipeline(stages: Sequence[Any], slowest: str) -> Iterator[str]:
 def _timeline(
     records: Sequence[BatchRecord], setting: RecordedSettings
 ) -> Iterator[str]:
-    """Draw the last batches on a time axis, a row per batch, and the consumer."""
+    """Draw a row for the consumer and one for each of the last batches, over time."""
     last = records[-_TIMELINE_ROWS:]
     begin = min(record.made[0] if is_made(record) else record.asked for record in last)
     begin = min(begin, last[0].asked)

@@ -1,4 +1,4 @@
-"""A progress display for ``for`` and ``async for``: rates, and the share of waiting.
+"""A progress display for ``for`` and ``async for`` that shows rates and waiting.
 
 ``progress(loader)`` yields the loader's batches and reads ``loader.stats()`` at most
 twice a second. The display counts a batch only when the consumer requests the next one,
@@ -27,12 +27,12 @@ from aioloader.protocols import OneIteration
 Batch = TypeVar("Batch", default=Any)
 
 clock = time.perf_counter
-# Seconds between two updates: of a display, and of the log.
+# Seconds between two updates of a display, and between two lines of the log.
 SHOWN_EVERY = 0.5
 LOGGED_EVERY = 60.0
 # A display's rates are averages over this many updates.
 _RATE_UPDATES = 20
-# The statistics are not computed again for this many times the time it took.
+# The next computation of statistics waits for this many times the last one's duration.
 _IDLE_TIMES = 1000
 _log = logging.getLogger("aioloader")
 # When each loader last logged a line, kept because epochs may be below a minute.
@@ -61,7 +61,7 @@ def progress(
 
     Args:
         loader: A ``DataLoader``; each iteration iterates over it once.
-        total: Batches of an epoch; ``None``: ``len(loader)``, if it has a length.
+        total: Number of batches per epoch; ``None``: ``len(loader)``, if known.
         desc: Text before the bar or line.
         leave: Whether the display stays after the iteration.
         file: Where to show the display; ``None``: ``sys.stderr``.
@@ -100,7 +100,7 @@ class ProgressIterator(OneIteration, Generic[Batch]):
     """A loader's iterator with a display; both end together.
 
     Like the loader's iterator, it releases everything when it is deleted. ``close`` and
-    ``aclose`` wait for that. No frame of a traceback keeps a reference to it.
+    ``aclose`` wait for the release. No frame of a traceback keeps a reference to it.
     """
 
     def __init__(self, batches: Any, meter: "Meter") -> None:
@@ -170,7 +170,7 @@ class Meter:
                 total = len(loader)
         self.batches = 0  # delivered in this iteration
         self.total: int | None = total
-        self.resumed: int = 0  # the batch of the epoch where it started
+        self.resumed: int = 0  # number of the batch where it started
         self.rates: str = ""
         self._loader = loader
         self._desc = desc
@@ -243,7 +243,7 @@ class Meter:
             self._display.show(self)
 
     def _measure(self, now: float) -> None:
-        """Set ``rates`` to the text of the rates over the latest updates."""
+        """Set ``rates`` to a text with the mean rates over the latest updates."""
         stats = self._loader.stats()
         if self._epoch is None:
             self.resumed = stats.resumed_at
@@ -322,7 +322,7 @@ def _show_bar(bar: Any, meter: Meter) -> None:
 
 
 def _short(number: float) -> str:
-    """Return three significant digits and a unit prefix, such as ``"12.3 k"``."""
+    """Format a number with three digits and a unit prefix, such as ``"12.3 k"``."""
     power = 0
     while abs(number) >= 999.5 and power < 4:
         number, power = number / 1000, power + 1

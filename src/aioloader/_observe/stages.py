@@ -1,8 +1,8 @@
 """The utilization of each stage, computed from the records of the latest batches.
 
 All statistics are for the span from the request of the first recorded batch to the
-delivery of the last. A slot does one thing at a time: it is a worker, a thread, or one
-of the samples that coroutines read concurrently. Work on batches that are not recorded
+delivery of the last. A slot is a worker, a thread, or one of the coroutines that read
+samples concurrently. It does one thing at a time. Work on batches that are not recorded
 yet is missing, so slots look idle at the end.
 """
 
@@ -21,7 +21,7 @@ Floats: TypeAlias = NDArray[np.float64]
 # A stage's name, its begin and end for each batch, and how many samples run at a time.
 _StageTimes: TypeAlias = tuple[str, Floats, Floats, Any]
 
-# Most seconds that a consumer needs to take a batch that is ready.
+# Limit on the seconds that a consumer needs to take a batch that is ready.
 _MAX_HAND_OVER = 200e-6
 # A consumer's wait for a batch counts if it is longer than this share of the transport,
 # and longer than the drawing of indices.
@@ -47,8 +47,8 @@ class StageStats:
         busy: Seconds of work, summed over slots, as are the next two.
         starved: Seconds without work to do.
         blocked: Seconds in which the stage could not pass on its output.
-        p50: The median of seconds per batch; for samples that are read concurrently,
-            the time until all of a batch are read.
+        p50: The median of seconds per batch. If a batch's samples are read
+            concurrently, its reading ends with the last of them.
         p95: The 95th percentile of seconds per batch.
         p99: The 99th percentile of seconds per batch.
         nbytes: Bytes copied, for the device stage.
@@ -67,7 +67,7 @@ class StageStats:
 
     @property
     def shares(self) -> dict[str, float]:
-        """Shares of the time, from 0 to 1: ``busy``, ``starved``, ``blocked``."""
+        """Shares of the time, from 0 to 1, under ``busy``, ``starved``, ``blocked``."""
         parts = {"busy": self.busy, "starved": self.starved, "blocked": self.blocked}
         seconds = sum(parts.values())
         return {
@@ -100,7 +100,7 @@ def stage_stats(
 def until_copied(
     records: Sequence[BatchRecord], setting: RecordedSettings, copies: Sequence[Copy]
 ) -> tuple[Sequence[BatchRecord], RecordedSettings]:
-    """Return records and settings in which the device stage is the consumer.
+    """Return records and settings as if the device stage were the consumer.
 
     Both are unchanged if there are no copies.
     """
@@ -165,10 +165,10 @@ def transports(
 ) -> tuple[Floats, Floats]:
     """Return the seconds of each batch's transport, and when the batch could be taken.
 
-    If the consumer waited, transport is visible. With a device, where batches move one
-    by one, it counts from the previous batch. Otherwise, transport is assumed to take
-    the median time, but not more than was available. Inline, it is the time from
-    request to delivery in which the batch was not made.
+    The transport of a batch that the consumer waited for is measured. With a device,
+    where batches move one by one, it starts after the previous batch. Other batches are
+    assumed to take the median time, or less if less was available. Inline, transport is
+    the time from request to delivery in which the batch was not made.
     """
     ends = np.array([record.taken - record.drawn for record in records])
     if setting.place == "inline":
@@ -189,7 +189,7 @@ def transports(
 def seen_transports(
     records: Sequence[BatchRecord], setting: RecordedSettings
 ) -> dict[int, float]:
-    """Return the transport seconds, by index, of batches that the consumer awaited."""
+    """Return transport seconds, by record index, of batches the consumer waited for."""
     least = hand_over(records, setting)
     known: dict[int, float] = {}
     free = 0.0
@@ -222,7 +222,7 @@ def held_back(records: Sequence[BatchRecord], setting: RecordedSettings) -> floa
 
 
 def _union(begins: Floats, ends: Floats) -> Callable[[Any], Any]:
-    """Return a function of times: how much of the intervals' union lies before each."""
+    """Return a function that tells how much of the intervals' union precedes a time."""
     order = np.argsort(begins)
     begins, ends = begins[order], np.maximum.accumulate(ends[order])
     # An interval starts a new part of the union if all earlier ones have ended.
@@ -312,7 +312,7 @@ class _Timeline:
         ]
 
     def transport(self) -> StageStats:
-        """Return the transport stage: one slot, busy while any batch is in transit."""
+        """Return the transport stage; it is busy while any batch is in transit."""
         begins, ends = self._clip(self._ready - self._moved), self._clip(self._ready)
         left = self._clip(self._left)
         seconds = self._end - self._begin
@@ -339,7 +339,7 @@ class _Timeline:
         )
 
     def consumer(self) -> StageStats:
-        """Return the consumer's stage: busy in its steps, starved while it waits."""
+        """Return the consumer's stage; it is busy in steps and starves in waits."""
         steps = self._asked[1:] - self._taken[:-1]
         waits = float((self._taken - self._asked).sum())
         return StageStats(

@@ -31,7 +31,7 @@ class Percentiles(NamedTuple):
 
 
 class Listed(NamedTuple):
-    """How the shards of an epoch were listed, before the first was read.
+    """How many shards an epoch listed before it read the first, and how long it took.
 
     Attributes:
         shards: How many shards were listed.
@@ -47,8 +47,8 @@ class SourceStats(NamedTuple):
 
     Attributes:
         samples: How many samples the mixture has taken from the source.
-        passes: The current pass over the source, as its ``repeat`` counts from 1; 0
-            before the source's first sample. The mean over this rank's readers.
+        passes: Number of the current pass over the source, from 1, as ``repeat`` counts
+            them; 0 before its first sample. It is the mean over this rank's readers.
     """
 
     samples: int
@@ -64,21 +64,21 @@ class LoaderStats:
 
     Attributes:
         epoch: Epoch number, from 0; -1 before the first.
-        batches: Batches delivered in this epoch.
+        batches: How many batches this epoch has delivered.
         waited: Seconds the consumer waited for batches that were not ready. If a plain
             ``for`` makes its batches itself, making them counts as waiting.
-        in_flight: Batches requested and not yet delivered.
-        failures: Samples that failed and were skipped or replaced.
-        retries: Reads that the loader's ``retry`` has repeated.
-        worker_deaths: Worker processes that died, over all epochs.
-        worker_restarts: Worker processes started to replace them.
-        resumed_at: Batches that were delivered before, if the epoch was resumed.
-        batch_bytes: Bytes of tensors, arrays, bytes and text in a batch: the mean of
-            every 16th, and of some of the first; 0 if none was measured.
+        in_flight: How many batches are requested and not yet delivered.
+        failures: How many samples failed and were skipped or replaced.
+        retries: How many times the loader's ``retry`` has repeated a read.
+        worker_deaths: How many worker processes died, over all epochs.
+        worker_restarts: How many worker processes were started to replace them.
+        resumed_at: Number of the epoch's batch at which it resumed; 0 if it did not.
+        batch_bytes: Mean bytes of a batch's tensors, arrays, byte strings and texts,
+            over every 16th batch and a few early ones; 0 if none was measured.
         listed: How a stream's shards were listed, if this process listed them.
         loop_lag: How long the event loop that reads samples here was blocked; None if
             there is no such loop in this process, or nothing is measured yet.
-        device_bytes: Device memory of batches that were moved and not yet delivered.
+        device_bytes: Bytes on the device of batches moved and not yet delivered.
         sources: For a mixture of streams, how much of each source this rank's readers
             have read, by name. It counts up to the position of ``state_dict()``, so
             samples that are still in later steps are not included.

@@ -1,8 +1,8 @@
-"""Records as a trace: Chrome's trace event format, which Perfetto opens.
+"""Write records as a trace in Chrome's trace event format, which Perfetto opens.
 
-There are tracks for the consumer's steps and waits, reads, each worker, and copies to
-the device, and more if jobs overlap. Times are on ``torch.profiler``'s clock, so that
-files can be merged: microseconds of Unix time since ``baseTimeNanoseconds``.
+The consumer, reads, each worker, and copies to the device have a track each, or several
+if jobs overlap. Times are microseconds of Unix time since ``baseTimeNanoseconds``. This
+is ``torch.profiler``'s clock, so that files can be merged.
 Source: "Trace Event Format" (Google, 2016); for the clock, libkineto's
 ``ChromeTraceBaseTime`` (torch 2.13).
 """
@@ -49,7 +49,7 @@ _STEPS = ("read", "queued", "transform", "collate")
 
 @dataclass
 class Traced:
-    """One epoch's part of a trace: records of the batches delivered and copied."""
+    """The records that a trace collects in one epoch: delivered batches and copies."""
 
     counters: Counters
     setting: RecordedSettings
@@ -66,10 +66,10 @@ class Traced:
 
 
 class Trace:
-    """A context manager that collects all records and writes them when it exits.
+    """A context manager that collects a loader's records and writes them at the end.
 
     Collecting costs one list entry per batch. The file is also written if the block
-    raises: in this thread for ``with``, in another thread for ``async with``.
+    raises. ``with`` writes it in this thread, ``async with`` in another one.
 
     Args:
         path: The JSON file; it replaces an existing one only when complete. It is
@@ -131,7 +131,7 @@ class Trace:
             epoch.stop()
 
     def _write(self, error: BaseException | None) -> None:
-        """Write the file, completely or not at all; ``error``: the block's, if any."""
+        """Write the file, all or nothing; ``error``: what the block raised, if any."""
         assert self._unix is not None
         traced, self._traced = self._traced, []
         epochs = [
@@ -174,7 +174,7 @@ def merge_traces(ours: StrPath, theirs: StrPath, out: StrPath) -> None:
 
     Args:
         ours: A file that ``loader.trace`` has written.
-        theirs: A file that ``torch.profiler``, or again ``loader.trace``, has written.
+        theirs: A file that ``torch.profiler`` or another ``loader.trace`` has written.
         out: The file to write. Any of the files is compressed if its name ends with
             ``".gz"``.
 
@@ -202,7 +202,7 @@ def _extent(events: Iterable[Event]) -> tuple[float, float]:
 
 
 class _Slices(NamedTuple):
-    """Consecutive slices on one track; ``times``: their begins and the last end."""
+    """Consecutive slices on one track; ``times`` has each begin, and the last end."""
 
     track: _Track
     names: Sequence[str]
@@ -248,7 +248,7 @@ def trace_events(
 
 
 def _on_tracks(jobs: Iterable[_Slices]) -> dict[tuple[_Track, int], list[_Slices]]:
-    """Assign jobs of nonzero duration to tracks; those that overlap get several."""
+    """Assign jobs of nonzero duration to tracks; no two jobs on a track overlap."""
     tracks: dict[tuple[_Track, int], list[_Slices]] = {}
     lasting = [job for job in jobs if job.times[-1] > job.times[0]]
     for job in sorted(lasting, key=lambda job: job.times[0]):
@@ -271,7 +271,7 @@ def _jobs(traced: Traced) -> Iterator[_Slices]:
             yield _Slices(_CONSUMER, ["step"], [before.taken, record.asked], args)
         before = record
         args = epoch | {"batch": record.number, "samples": record.samples}
-        # Inline, a batch's indices are drawn first; else later batches', at the end.
+        # Inline, a batch's indices are drawn first; otherwise later batches' come last.
         is_first = traced.setting.place == "inline"
         drawn = record.asked + record.drawn if is_first else record.taken - record.drawn
         names = ["sampler", wait] if is_first else [wait, "sampler"]
@@ -330,7 +330,7 @@ def _read_json(path: StrPath) -> dict[str, Any]:
 
 
 def _write_json(path: Path, head: dict[str, Any], events: Iterable[Event]) -> None:
-    """Write a trace to ``path``, one event per line, from an iterator."""
+    """Write a trace to ``path``: first its head, then one event per line."""
     with replacing(path) as partial, _opened(partial, "wt", "utf-8") as file:
         # `default`: settings may have numpy's integers, which the loader accepts.
         file.write(json.dumps(head, default=int)[:-1] + ', "traceEvents": [\n')

@@ -3,8 +3,8 @@
 The times of the recorded batches are computed again (``pace``) for each change of an
 argument, and for each stage at twice its speed. Speed-ups are limited by the measured
 wait and by idle processors and slots. The advice is the cheapest change close to the
-largest speed-up. Nothing is advised if the model's error is too large: the difference
-between computed and measured time under the recorded settings.
+largest speed-up. The model's error is the difference between computed and measured time
+under the recorded settings. If it is large, no change that needs the model is advised.
 """
 
 from collections.abc import Sequence
@@ -34,12 +34,12 @@ _LEAST_BATCHES = 16
 _LEAST_LAG = 0.1
 # Processors are the limit if they allow less than this speed-up, as a factor.
 _CORES_BUSY = 1.25
-# If a loop computes for this share of the time, that slows its reads, not the store.
+# If a loop computes for this share of the time, it slows the reads, not the store.
 _LOOP_BUSY = 0.5
 # Nothing is advised if the pace of the recorded setting is off by more than this.
 _MAX_ERROR = 0.15
 
-# No advice for these: transport is not measured, only the time that remains.
+# Stages without advice. Transport is not measured; it is the time that remains.
 _UNSEEN = {"transport", "nothing"}
 _STAGES = ("read", "transform", "collate", "transport", "device", "sampler", "consumer")
 _WORDS = {
@@ -61,8 +61,8 @@ class Advice:
     """The one change that the report recommends.
 
     Attributes:
-        argument: What to change: an argument of ``DataLoader`` or ``Device``, or a
-            coroutine's name.
+        argument: What to change: an argument of ``DataLoader`` or ``Device``, a
+            coroutine that blocks the loop, or the size of batches.
         old: Its present value.
         new: The value to set.
         gain: Expected speed-up in steps per second, in percent.
@@ -105,11 +105,11 @@ class Report:
             ``"start"`` if each epoch waits for its workers; ``"nothing"`` if the
             consumer hardly waits; ``"unknown"`` with fewer than two records.
         advice: What to change; None if nothing is reliably 5 percent faster.
-        limit: If there is no advice: why, and what sets the pace.
+        limit: Why there is no advice, and what sets the pace; empty with advice.
         wait_share: Share of the time that the consumer waits, from 0 to 1, including
             waits for the GIL if threads of the loader hold it.
         head_room: The accelerator's utilisation with steps at 1, 2 and 4 times their
-            speed; empty if ``model_error`` is above 15 percent either way.
+            speed; empty if unknown, or if ``model_error`` is beyond 15 percent.
         batches: How many batches the report is computed from.
         model_error: Error of the seconds per batch computed for the recorded settings,
             as a share of the measured seconds.
@@ -160,7 +160,7 @@ def report(
     stats: LoaderStats | None = None,
     copies: Sequence[Copy] = (),
 ) -> Report:
-    """Return the verdict on a loader.
+    """Return the verdict on a loader, computed from its records.
 
     Failures and dead workers in ``stats`` become remarks. A blocked event loop outranks
     the stages that it slows down.
@@ -190,7 +190,7 @@ def report(
 
 
 def head_room(costs: Costs, setting: RecordedSettings) -> tuple[HeadRoom, ...]:
-    """Return the accelerator's utilisation with steps at 1, 2 and 4 times the speed."""
+    """Return the accelerator's utilisation if steps had 1, 2 and 4 times the speed."""
     rooms = []
     for speed in (1, 2, 4):
         faster = costs.scaled("consumer", 1 / speed)
@@ -273,7 +273,7 @@ class _Case:
         return setting.cores * (1 - costs.delay) * _inverse(used)
 
     def most(self, change: Change) -> float:
-        """Return a change's largest speed-up, as a factor, that measurements allow.
+        """Return the largest speed-up, as a factor, that measurements allow a change.
 
         At most, the consumer waits only for the sampler, and all processors are busy.
         If the change keeps the slots that make batches, the event loop's thread is a
@@ -364,7 +364,7 @@ class _Case:
     def _freed(self, lag: LoopLag, advised: Advice | None) -> Advice | None:
         """Return the advice to unblock the event loop; its speed-up is an upper bound.
 
-        None if the loop is not the bottleneck, or if too little would be saved.
+        None if the loop is not the bottleneck, batches are few, or little is saved.
         """
         is_known = lag.culprit or lag.is_unseen
         if not is_known or lag.share < _LEAST_LAG or self.is_guess:
