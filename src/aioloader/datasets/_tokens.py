@@ -119,7 +119,7 @@ class Tokenizer:
 
 
 def tokenizer_of(tokenizer: Any) -> Tokenizer | None:
-    """Return a copy of a Hugging Face tokenizer; None if it is another object.
+    """Return a copy of a Hugging Face tokenizer; None for anything else.
 
     A tokenizer with Python components cannot be copied, and raises its own error.
     """
@@ -194,7 +194,7 @@ def dtype_of(dtype: Any) -> np.dtype[Any]:
 
 
 def check_fits(token: int, dtype: np.dtype[Any], name: str) -> None:
-    """Raise a ValueError, which says ``name``, if ``dtype`` cannot hold ``token``."""
+    """Raise a ValueError if ``dtype`` cannot hold ``token``, called ``name``."""
     limits = np.iinfo(dtype)
     if not limits.min <= token <= limits.max:
         raise ValueError(
@@ -212,7 +212,7 @@ def code_of(dtype: np.dtype[Any]) -> int:
 
 @dataclass(frozen=True)
 class Sidecar:
-    """A description of a token file, which may be unfinished, by its writer."""
+    """A writer's description of a token file, which may be unfinished."""
 
     format: str  # "flat" or "megatron"
     dtype: str  # its name; little-endian

@@ -83,7 +83,7 @@ class PendingSample:
 
     Attributes:
         place: The number of the sample's shard, and the byte range in that shard.
-        is_held: Whether it was requested in advance, before any read needs it.
+        is_held: Whether it was requested in advance, and no read waits for it yet.
         is_sent: Whether the turn of the loop in which it was requested has ended.
         merged: Its shared request, and the offset of the request's bytes; None before
             it is sent, or if the sample is read by a separate request.
@@ -147,7 +147,7 @@ class RemoteReads:
             await self._storage.aclose()
 
     def _request(self, index: int) -> PendingSample:
-        """Record a request, to be sent at the end of this turn of the loop."""
+        """Request a sample; ``_send`` runs at the end of this turn of the loop."""
         sample = PendingSample(self._edges.find(index))
         if not self._pending:
             asyncio.get_running_loop().call_soon(self._send)

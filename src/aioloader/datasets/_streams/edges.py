@@ -1,4 +1,4 @@
-"""Byte offsets of the samples in shards: ``.idx`` files and packs.
+"""Byte offsets of the samples in shards, stored in ``.idx`` files or in packs.
 
 A shard's index is an ascending list of byte offsets: where each sample starts, and
 where the last one ends. There are two kinds of files:
@@ -7,7 +7,7 @@ where the last one ends. There are two kinds of files:
   Megatron-Energon and NeMo write them. It does not record the shard's version.
 - A pack is one file for all shards. It starts with ``aioidx``, a version, and the
   length of a header. The header is JSON (names, counts, sizes, entity tags and times of
-  shards), padded to a multiple of 8. All offsets follow, in 32 bits if they fit.
+  shards), padded to a multiple of 8. All offsets follow, of 32 bits if all fit, or 64.
 """
 
 import array
@@ -79,7 +79,7 @@ class Edges:
         return shard, self._view[place], self._view[place + 1]
 
     def of_shard(self, shard: int) -> Offsets:
-        """Return one shard's offsets: each sample's start, and the last one's end."""
+        """Return the starts of one shard's samples, and the end of the last one."""
         start = self._firsts[shard] + shard
         return self.offsets[start : start + self.counts[shard] + 1]
 

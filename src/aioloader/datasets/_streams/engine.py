@@ -88,7 +88,7 @@ class ShardPart(NamedTuple):
 
 
 # Gets the storage, a shard's address and size, and a number of parts. Returns the start
-# offsets of all parts but the first, or text: why it cannot be cut, and what to do.
+# offsets of all parts but the first, or else why the shard cannot be cut (as text).
 Cuts: TypeAlias = Callable[[Storage, Address, int, int], Awaitable[Sequence[int] | str]]
 
 
@@ -214,7 +214,7 @@ class ByteFeed(io.RawIOBase):
         left: Bytes to read until a block of a user's generator is full.
         wait: Returns the next piece; only set if the generator may wait.
         view: The current piece, valid until the next one.
-        used: How many bytes of the view were used; a skip may exceed its length.
+        used: How many bytes of the view were used or skipped, perhaps beyond its end.
         has_ended: Whether there are no more pieces.
     """
 
@@ -514,7 +514,7 @@ class ByteReader(BlockReader):
         """Make blocks on the loop, from bytes already fetched or in the page cache.
 
         Return None if a thread must make them. Once samples are large, or a file's
-        bytes are not cached, threads make all later blocks. Yields to other tasks.
+        bytes are not cached, threads make all later blocks. Other tasks get a turn.
         """
         source = self._source
         read: Callable[[], Buffer | None] = self._take_piece
@@ -633,7 +633,7 @@ class ByteReader(BlockReader):
 
 
 class ByteFormat(ShardFormat):
-    """Byte shards at ``addresses``, which may be patterns; ``cuts`` finds offsets."""
+    """Byte shards at ``addresses``, which may be patterns; ``cuts`` may cut shards."""
 
     def __init__(
         self,

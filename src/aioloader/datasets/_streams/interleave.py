@@ -1,8 +1,8 @@
 """Cursors over sequences of shards, interleaved sequences, and mixed streams.
 
-A sequence opens small shards early. The ready samples of several inputs are interleaved
-into one block, and a pull returns a slice of it, so a turn costs little. A position
-consists of the inputs' positions, so resuming need not make interleaved blocks again.
+A sequence opens small shards in advance. The ready samples of several inputs are
+interleaved into one block, and a pull returns a slice of the block, so a turn costs
+little. A position contains the inputs' positions, so resuming needs no earlier block.
 """
 
 import asyncio

@@ -291,7 +291,7 @@ IterableDataset.register(Iterated)
 
 
 class StreamIterator(BlockIterator, Generic[Sample_co]):
-    """One iteration of a stream; a loader pulls blocks, and ``async for`` one sample.
+    """One iteration of a stream; a loader pulls blocks, ``async for`` single samples.
 
     ``assignment``: the readers to use. ``agreement``: compares the ranks' shards.
     """

@@ -101,7 +101,7 @@ def document_of(sample: Any) -> Document:
 
 
 def _array(values: Any, kinds: str, name: str) -> Array:
-    """Return values as a 1-D array; raise an error unless its dtype is of ``kinds``."""
+    """Return values as a 1-D array; raise an error for a dtype not in ``kinds``."""
     try:
         array = np.asarray(values)
     except (ValueError, RuntimeError) as error:
@@ -203,7 +203,7 @@ def _cut(document: Document, length: int, overlong: Overlong) -> Iterable[Planne
 
 
 def best_fit(sizes: Sequence[int], length: int) -> list[list[int]]:
-    """Pack ``sizes`` into bins of ``length``; return each bin's indices of sizes."""
+    """Pack sizes into bins of ``length``; return the indices of each bin's sizes."""
     bins: list[list[int]] = []
     rooms: list[int] = []  # the different rooms left in bins, ascending
     with_room: defaultdict[int, list[list[int]]] = defaultdict(list)
@@ -232,7 +232,7 @@ def best_fit(sizes: Sequence[int], length: int) -> list[list[int]]:
 
 
 class Packed(Step):
-    """The step ``pack``: makes samples of a strategy's rows; has only its state."""
+    """The step ``pack``, which makes samples of the rows that a strategy plans."""
 
     kind = "pack"
     overshoots = True
@@ -278,7 +278,7 @@ class Packed(Step):
 
 
 class Concatenated(Step):
-    """The strategy ``concat``: rows of documents joined end to end.
+    """The strategy ``concat``, which cuts rows from documents joined end to end.
 
     The state is the position of the document in which the next row starts, and the
     row's ``offset`` in that document. ``failed``: numbers of documents, counted from
@@ -384,7 +384,7 @@ class Concatenated(Step):
         return min(1 + tokens * self._read // self._tokens, _MAX_DOCUMENTS)
 
     def _check(self, block: Block) -> None:
-        """Check that the documents unreadable at the save, and no others, still are."""
+        """Check that the unreadable documents are the same as at the save."""
         if self._read < self._num_known:
             check_replayed(block, self._read, self._num_known, self._lost)
 
@@ -441,7 +441,7 @@ def _is_quick(block: Block) -> bool:
 
 
 class BestFit(Windowed):
-    """The strategy ``best_fit``: packs each window, after its failed documents."""
+    """The strategy ``best_fit``, which packs windows; failed documents come first."""
 
     kind = "pack"
     length: int

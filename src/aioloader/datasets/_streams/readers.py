@@ -1,4 +1,4 @@
-"""The readers of one rank: a single one, or several that take turns.
+"""The readers of one rank, either a single one or several that take turns.
 
 A reader that has ended leaves its turns empty, so the same samples are at the same
 positions for any number of ranks. A reader's state is at or before the first sample

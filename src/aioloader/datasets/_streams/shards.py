@@ -55,7 +55,7 @@ class ShardReader(abc.ABC):
         """Return a function from ``n`` to the position after a block's ``n``-th sample.
 
         The block is the last one that ``pull`` returned. Without it, a state counts
-        samples from the position before a block, as if shards never changed.
+        samples from the position before a block, so a shard's samples must not change.
         """
         return None
 
@@ -110,7 +110,7 @@ class ShardFormat(abc.ABC, Generic[Shard]):
 
     @abc.abstractmethod
     def summary(self, shards: Sequence[Shard]) -> Summary:
-        """Return a summary of ``shards`` for a state: small, and JSON-serialisable.
+        """Return a small JSON-serialisable summary of ``shards``, to keep in a state.
 
         A state is loaded only if the shards found have an equal summary. It includes
         ``"count"``, the number of shards.
@@ -158,7 +158,7 @@ class ShardFormat(abc.ABC, Generic[Shard]):
     ) -> Sequence[int] | None:
         """Return the lengths of the shards, all in one unit; None if any is unknown.
 
-        They serve to make readers' shares equal. With ``must``, ask the store.
+        They equalise readers' shares. With ``must``, ask the store for unknown ones.
         """
         return None
 
@@ -229,7 +229,7 @@ class BlockReader(ShardReader):
         """Make the next blocks, usually by ``gather`` in a thread; runs in a task."""
 
     async def make_here(self) -> PositionedBlocks | None:
-        """Make the next blocks on the loop if that is quick; else return None."""
+        """Make the next blocks on the loop if that is quick; otherwise return None."""
         return None
 
     async def interrupt(self) -> None:

@@ -40,7 +40,7 @@ _EMPTY_PASSES = 8
 
 
 class Step(Cursor):
-    """The base of steps, cursors over ``upstream``; parameters become attributes."""
+    """The base of steps: a cursor over ``upstream``. Parameters become attributes."""
 
     kind: ClassVar[str]
     is_one_to_one = False  # whether it makes as many samples as it gets
@@ -113,7 +113,7 @@ class Mapped(Step):
         return self._call(self.function, block)
 
     def _call(self, function: Callable[[Any], Any], block: Block) -> list[Any]:
-        """Apply a function to each sample; turn errors into a ``FailedSample`` each."""
+        """Apply a function to each sample; an error makes it a ``FailedSample``."""
         made: list[Any] = []
         for sample in block:
             try:
@@ -132,7 +132,7 @@ class Mapped(Step):
 
 
 class Decoded(Mapped):
-    """The step ``decode``, which is CPU work: threads share each block, in order."""
+    """The step ``decode``, in which threads share each block's CPU work, in order."""
 
     kind = "decode"
 
@@ -180,7 +180,7 @@ class Filtered(Mapped):
 
 
 class MappedAsync(Step):
-    """The step ``map`` with a coroutine function: concurrent calls, ordered results.
+    """The step ``map`` with a coroutine function; calls overlap, results keep order.
 
     A call starts when another ends, even without a pull. Memory holds up to 1.5 times
     ``concurrency`` waiting samples, and twice ``concurrency`` calls and results.
@@ -344,7 +344,7 @@ class Skipped(Step):
 
 
 class Batched(Step):
-    """The step ``batch``, which makes lists or columns, after their failed samples."""
+    """The step ``batch``, which makes lists or columns; failed samples come first."""
 
     kind = "batch"
     overshoots = True
@@ -389,7 +389,7 @@ class Windowed(Step):
 
     The stream is cut into windows, so that the state is a position, not a buffer. A
     window's unreadable samples come first in its block. So once any sample was passed
-    on, the next step can check that the same samples fail when it is made again.
+    on, the next step can check that the same samples fail if the block is made again.
     Memory holds two windows: one is passed on while the next one is read.
     """
 

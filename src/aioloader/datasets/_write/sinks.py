@@ -84,7 +84,7 @@ def threaded(method: Callable[..., T]) -> Callable[..., Coroutine[Any, Any, T]]:
 
 
 class FolderSink:
-    """A directory to which one shard at a time is written. Created if missing."""
+    """A directory, created if missing, to which one shard is written at a time."""
 
     def __init__(self, folder: str) -> None:
         self.label = folder
