@@ -114,7 +114,7 @@ class Cursor:
         """Release open resources. Called when ``_make`` is not running."""
 
     def passes(self) -> int | None:
-        """Return an endless ``repeat``'s current pass number; None if there is none."""
+        """Return the current pass number of an endless ``repeat``; None without one."""
         return None
 
     async def pull(self, limit: int) -> Block:

@@ -1,4 +1,4 @@
-"""Byte formats: generators that turn the bytes of a shard into samples.
+"""Byte formats, whose generators turn the bytes of a shard into samples.
 
 A generator starts where a sample starts, and reads forward. There are two kinds:
 
@@ -202,7 +202,7 @@ def nearest(starts: Sequence[int], size: int, count: int) -> Sequence[int]:
 
 
 class ByteFeed(io.RawIOBase):
-    """The bytes of a shard, piece by piece, forward only.
+    """A feed of a shard's bytes, which are read piece by piece and only forward.
 
     ``Steps`` use ``take`` and ``skip``, or the ``view``. For a user's generator a feed
     is the raw file under a ``ShardFile``'s buffer, and waits for pieces itself.
@@ -231,7 +231,7 @@ class ByteFeed(io.RawIOBase):
         self._base = start
 
     def restart(self, start: int, piece: memoryview) -> None:
-        """Continue with a piece at offset ``start`` of another shard."""
+        """Continue with a ``piece`` that starts at byte ``start`` of another shard."""
         self.view, self.used, self._base = piece, 0, start
 
     @property

@@ -120,7 +120,7 @@ class ShardSequence(Cursor):
         return {"shard": self._number, "at": position, "taken": self._skip}
 
     def state(self) -> State:
-        """Return the position; a summary gives it the form of an ``Interleaved``."""
+        """Return the position, with a summary in the form of an ``Interleaved``."""
         state = super().state()
         if self._summary is None:
             return state
@@ -226,7 +226,7 @@ class Interleaver(Cursor):
         return min((number for number in passes if number is not None), default=None)
 
     async def _order(self, limit: int) -> IntegerArray:
-        """Fill inputs; return each next sample's input number; empty at the end."""
+        """Fill inputs; return the input number of each next sample, none at the end."""
         raise NotImplementedError
 
     def _merged(self, order: IntegerArray, blocks: Sequence[Block]) -> Block:

@@ -1,4 +1,4 @@
-"""The base of all streams: iteration, sharding among ranks, and positions.
+"""The base of all streams, with iteration, sharding among ranks, and positions.
 
 Cancelling a step of an iteration loses nothing. The step's read continues in a separate
 task, and the next step gets the result.
@@ -509,7 +509,7 @@ class StreamIterator(BlockIterator, Generic[Sample_co]):
         self._cursors = []
 
     def lifespan(self) -> Self:
-        """Return the iterator, which is a context manager that closes itself."""
+        """Return this iterator, a context manager that closes the iterator on exit."""
         return self
 
     async def __aenter__(self) -> Self:

@@ -55,7 +55,7 @@ class Document(NamedTuple):
         return int(self.tokens[index]) if is_counted else IGNORED
 
     def framed(self, bos: int | None, eos: int | None) -> "Document":
-        """Return the document with ``bos`` before it and ``eos`` after it, if not None.
+        """Return the document after ``bos`` and before ``eos``, unless these are None.
 
         ``bos`` is never predicted; ``eos`` is predicted if the last token is.
         """
@@ -123,7 +123,7 @@ def _array(values: Any, kinds: str, name: str) -> Array:
 
 
 class PlannedRow(NamedTuple):
-    """The plan of a sample: its pieces of documents, and its last label."""
+    """The plan of a sample, which consists of document pieces and a last label."""
 
     pieces: list[Document]  # of documents; padding fills the rest
     following: int = IGNORED  # the last token's label, if labels are shifted

@@ -40,7 +40,7 @@ _EMPTY_PASSES = 8
 
 
 class Step(Cursor):
-    """The base of steps: a cursor over ``upstream``. Parameters become attributes."""
+    """The base of steps, which read ``upstream``; parameters become attributes."""
 
     kind: ClassVar[str]
     is_one_to_one = False  # whether it makes as many samples as it gets

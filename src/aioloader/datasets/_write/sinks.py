@@ -1,4 +1,4 @@
-"""Destinations of shards and token files; readers see only complete ones.
+"""Destinations of shards and token files, which readers see only once complete.
 
 A local shard is written under a unique hidden name, synchronized and renamed. An object
 is uploaded in parts, and exists once the upload is completed. A killed process leaves

@@ -102,7 +102,7 @@ def _is_number(kind: Any) -> bool:
 
 
 def _to_list(value: Any, *, keeps: bool) -> Any:
-    """Convert a non-1-D array to lists or a scalar; ``keeps`` its NumPy numbers."""
+    """Convert a non-1-D array to lists or a scalar, of NumPy types if ``keeps``."""
     if not isinstance(value, np.ndarray) or value.ndim == 1:
         return value
     if not keeps:
@@ -216,7 +216,7 @@ def bytes_of(value: Any) -> int:
 
 
 class Output(io.BytesIO):
-    """A file in memory for pyarrow; ``tell`` also counts the bytes ``taken`` before."""
+    """A memory file for pyarrow; ``tell`` also counts bytes that ``taken`` removed."""
 
     _taken = 0
 
