@@ -1,4 +1,4 @@
-"""Checks that datasets and writers share: of arguments, options and settings."""
+"""Checks of arguments, options and settings, shared by datasets and writers."""
 
 import difflib
 import functools
@@ -65,7 +65,7 @@ def check_at_least(value: int, least: int, name: str) -> int:
 
 
 def check_token(value: Any, name: str) -> int:
-    """Return a token; raise a TypeError or a ValueError if it is not an int64."""
+    """Return a token as an int; raise an error if it is not in the range of int64."""
     token = check_at_least(value, -(1 << 63), name)
     if token >= 1 << 63:
         raise ValueError(f"{name} must be below 2**63, as an int64 is, got {token:,}")
@@ -75,7 +75,7 @@ def check_token(value: Any, name: str) -> int:
 def check_same(
     begun: Mapping[str, Any], now: Mapping[str, Any], text: str, where: str
 ) -> None:
-    """Raise a StateMismatchError with ``text`` if a writer's settings have changed."""
+    """Raise a StateMismatchError if a writer's settings differ from those ``begun``."""
     for name, old in begun.items():
         if old == (new := now[name]):
             continue
@@ -88,7 +88,7 @@ def check_same(
 
 
 def check_is(value: object, kind: Any, name: str, words: str) -> None:
-    """Raise a TypeError unless ``value`` is of ``kind``, which ``words`` describe."""
+    """Raise a TypeError unless ``value`` is of type ``kind``; ``words`` describe it."""
     if not isinstance(value, kind):
         raise TypeError(f"{name} must be {words}, got {type(value).__name__}")
 
@@ -103,7 +103,7 @@ def check_word(value: object, words: Any, name: str) -> None:
 
 
 def position_of(index: SupportsIndex, count: int) -> int:
-    """Return an index as non-negative; raise an IndexError if it is out of range."""
+    """Return the non-negative form of an index; raise an IndexError if out of range."""
     position = operator.index(index)
     if not -count <= position < count:
         raise IndexError(f"index {position} is out of range for {count:,} samples")
@@ -113,8 +113,8 @@ def position_of(index: SupportsIndex, count: int) -> int:
 def names_options(function: Callable[P, T]) -> Callable[P, T]:
     """Make a method reject unknown options, and suggest the nearest name.
 
-    Known options are its parameters, and the keys of the typed dictionary of its
-    ``**options``. A constructor also suggests options of base classes.
+    Known options are the method's parameters, and the keys of the typed dictionary of
+    its ``**options``. A constructor also suggests options of base classes.
     """
 
     @functools.wraps(function)
@@ -147,7 +147,7 @@ def _unknown_option(function: Callable[..., Any], owner: Any, name: str) -> Type
 
 
 def _options_of(function: Any) -> set[str]:
-    """Return keyword-only parameters, and the keys that ``**options`` is typed with."""
+    """Return a function's keyword-only parameters and the keys of its ``**options``."""
     names: set[str] = set()
     if inspect.isfunction(function):
         for name, p in inspect.signature(function).parameters.items():

@@ -1,9 +1,9 @@
-"""Data for language models: tokens of texts, arrays of samples, and files of tokens.
+"""Data for language models, from tokens of texts to sample arrays and token files.
 
-A file is an array of tokens. ``FILE.json`` next to it, the sidecar, has their type,
+A file is an array of tokens. The sidecar ``FILE.json`` next to it records their type,
 the token that ends documents, and what resuming a writer needs. Megatron's ``.idx`` has
-a header, the sizes of sequences (int32), their byte offsets (int64) and the first
-sequence of each document (int64, then the number of sequences), all little-endian.
+a header, the sizes of sequences (int32), their byte offsets (int64), and the number of
+each document's first sequence (int64) with a final total, all little-endian.
 Source: megatron/core/datasets/indexed_dataset.py of NVIDIA/Megatron-LM.
 """
 
@@ -69,10 +69,10 @@ def samples_of(
         tokens: All samples' tokens, int64; ``input_ids`` shares their memory.
         sizes: The length of each piece of a document or of padding, in order.
         following: Each sample's last label, if labels are shifted.
-        counts: Whether each token is to be predicted, as loss masks say. None: all
+        counts: Whether each token is to be predicted, by loss masks. If None, all
             are. The caller masks padding.
-        shift: Whether labels are the next tokens of the same document; if not, they are
-            the tokens themselves, for models that shift labels.
+        shift: Whether labels are the next tokens of the same document. Otherwise they
+            are the tokens themselves, for models that shift labels.
     """
     total, samples = len(tokens), len(following)
     length = total // samples
@@ -94,13 +94,13 @@ def samples_of(
 class Tokenizer:
     """A private copy of a ``tokenizers.Tokenizer``, so that its settings stay fixed.
 
-    ``saved``: the original's ``to_str``. ``splits``: special tokens in texts are text.
-    ``described``: identifies its vocabulary and settings in any process.
+    ``saved``: the original's ``to_str()``. ``splits``: whether special tokens in texts
+    are split as text. ``described``: identifies its vocabulary and settings.
     """
 
     def __init__(self, saved: str, *, splits: bool, truncates: bool = True) -> None:
         made = importlib.import_module("tokenizers").Tokenizer.from_str(saved)
-        made.no_padding()  # which depends on the other texts of a batch
+        made.no_padding()  # padding depends on the other texts of a batch
         if not truncates:
             made.no_truncation()
         made.encode_special_tokens = splits
@@ -114,14 +114,14 @@ class Tokenizer:
 
     def __reduce__(self) -> tuple[Any, ...]:
         made = self._tokenizer
-        splits = made.encode_special_tokens  # which its own pickles lack
+        splits = made.encode_special_tokens  # the library's pickles lack this setting
         return partial(type(self), splits=splits), (made.to_str(),)
 
 
 def tokenizer_of(tokenizer: Any) -> Tokenizer | None:
-    """Return a copy of a Hugging Face tokenizer; None if it is something else.
+    """Return a copy of a Hugging Face tokenizer; None for anything else.
 
-    A tokenizer with parts in Python raises its own error, because it cannot be copied.
+    A tokenizer with Python components cannot be copied, and raises its own error.
     """
     backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
     module = sys.modules.get("tokenizers")  # imported if it is a tokenizer
@@ -136,7 +136,7 @@ def tokenizer_of(tokenizer: Any) -> Tokenizer | None:
 
 
 def text_of(sample: Any, column: str | None) -> str:
-    """Return a sample, or its ``column``, if that is text; else raise an error."""
+    """Return the text in a sample or its ``column``; raise an error if it has none."""
     if column is not None:
         if not isinstance(sample, Mapping):
             raise TypeError(
@@ -158,11 +158,11 @@ def text_of(sample: Any, column: str | None) -> str:
 
 
 def encoded(encode: EncodeTexts, texts: list[str]) -> list[Array]:
-    """Return the tokens of each text; check that there is a 1-D array for each."""
+    """Return the tokens of each text; check that ``encode`` returned 1-D arrays."""
     if not texts:
         return []
     arrays = encode(texts)
-    if isinstance(arrays, Mapping):  # of a tokenizer of transformers
+    if isinstance(arrays, Mapping):  # from a tokenizer of transformers
         arrays = arrays["input_ids"]
     if len(arrays) != len(texts):
         raise ValueError(
@@ -194,7 +194,7 @@ def dtype_of(dtype: Any) -> np.dtype[Any]:
 
 
 def check_fits(token: int, dtype: np.dtype[Any], name: str) -> None:
-    """Raise a ValueError if a dtype cannot hold a token."""
+    """Raise a ValueError if ``dtype`` cannot hold ``token``, called ``name``."""
     limits = np.iinfo(dtype)
     if not limits.min <= token <= limits.max:
         raise ValueError(
@@ -212,7 +212,7 @@ def code_of(dtype: np.dtype[Any]) -> int:
 
 @dataclass(frozen=True)
 class Sidecar:
-    """A writer's description of a file of tokens, finished or not."""
+    """A writer's description of a token file, which may be unfinished."""
 
     format: str  # "flat" or "megatron"
     dtype: str  # its name; little-endian
@@ -227,7 +227,7 @@ class Sidecar:
 
     @classmethod
     def parsed(cls, text: bytes, location: str) -> "Sidecar":
-        """Return the sidecar in a JSON text; raise a ValueError if it has none."""
+        """Parse a sidecar's JSON text; raise a ValueError if it is not a sidecar."""
         try:
             content = json.loads(text)
             is_known = content.pop("version") == _SIDECAR_VERSION
@@ -247,7 +247,7 @@ class Sidecar:
     def of_file(
         cls, path: Address, version: Version, version_of: VersionOf, read: ReadRange
     ) -> "Sidecar | None":
-        """Return a finished file's sidecar or None; raise a ValueError if bad."""
+        """Return a token file's sidecar or None; raise a ValueError if it is wrong."""
         location = _with_ending(path, ".json")
         own = _version_if_any(version_of, location)
         if own is None:
@@ -282,12 +282,12 @@ class Index(NamedTuple):
 
     @property
     def pointers_start(self) -> int:
-        """Where the list of sequences' byte offsets starts in the file."""
+        """The byte at which the list of sequences' offsets starts in the file."""
         return _HEAD.size + 4 * self.sequences
 
     @property
     def firsts_start(self) -> int:
-        """Where the list of documents' first sequences starts in the file."""
+        """The byte at which the list of documents' first sequences starts."""
         return self.pointers_start + 8 * self.sequences
 
     @property
@@ -350,7 +350,7 @@ class Index(NamedTuple):
 
 
 class Documents:
-    """The starts of documents in a mapped ``.idx``, found without reading it whole."""
+    """The starts of documents in a mapped ``.idx``, which is not read whole."""
 
     def __init__(self, buffer: Buffer, index: Index) -> None:
         view = memoryview(buffer)
@@ -359,7 +359,7 @@ class Documents:
         # Numbers are not aligned: NumPy would copy all of them before a search.
         self._pointers = view[index.pointers_start : index.firsts_start].cast("q")
         self._firsts = view[index.firsts_start : index.end].cast("q")
-        # Without empty documents at the end, which have no sequence.
+        # The number of documents except empty ones at the end, which have no sequence.
         self._count = count = bisect_left(self._firsts, index.sequences)
         self._checked = bytearray(count // _CHECK_CHUNK + 1)
         if self._firsts[count] != index.sequences:
@@ -368,7 +368,7 @@ class Documents:
     def between(self, start: int, stop: int) -> list[int]:
         """Return the starts of documents after token ``start``, up to and at ``stop``.
 
-        They are token offsets from ``start``. Raise a DatasetError for a damaged index.
+        Starts are token offsets from ``start``. A damaged index raises a DatasetError.
         """
         pointers, firsts, count = self._pointers, self._firsts, self._count
         key, itemsize = pointers.__getitem__, self._index.dtype.itemsize
@@ -387,7 +387,7 @@ class Documents:
         return [pointers[k] // itemsize - start for k in firsts[low:high]]
 
     def _check(self, low: int, high: int) -> None:
-        """Check that documents start in order, each where the last sequence ends."""
+        """Check that documents start in order, each where the last sequence ended."""
         address, _, dtype, sequences, _ = self._index
         before = max(0, self._firsts[low - 1]) if low else 0
         firsts = np.frombuffer(self._firsts[low:high], np.int64)
@@ -416,7 +416,7 @@ class Documents:
 
 
 def index_of(dtype: np.dtype[Any], documents: int, sizes: BinaryIO) -> Iterator[bytes]:
-    """Yield an index of one sequence per document, given their int32 ``sizes``."""
+    """Yield an index with one sequence per document, given the int32 ``sizes``."""
     yield _HEAD.pack(_MAGIC, _VERSION, code_of(dtype), documents, documents + 1)
     sizes.seek(0)
     while piece := sizes.read(4 * _WRITE_CHUNK):
@@ -435,13 +435,13 @@ def index_of(dtype: np.dtype[Any], documents: int, sizes: BinaryIO) -> Iterator[
 
 @dataclass(frozen=True)
 class TokenFile:
-    """What is known about a file of tokens before any token is read."""
+    """A file of tokens, described before any token is read."""
 
     address: Address
     version: Version
     dtype: np.dtype[Any]
     eos: int | None  # the token that ends a document, if it is known
-    index: Index | None  # where documents start; None: see ``eos``
+    index: Index | None  # where documents start; if None, see ``eos``
 
     @property
     def tokens(self) -> int:
@@ -456,10 +456,10 @@ class TokenFile:
         version_of: VersionOf,
         read: ReadRange,
     ) -> "TokenFile":
-        """Return the file at ``path``, which may be Megatron's without the ending.
+        """Return the token file at ``path``, which may lack Megatron's ending.
 
-        Raise a FileNotFoundError if there is none; a ValueError if the type of its
-        tokens is unknown, or the files do not fit together.
+        Raise a FileNotFoundError if it is missing, and a ValueError if the type of its
+        tokens is unknown or the files do not fit together.
         """
         given = None if dtype is None else dtype_of(dtype)
         tokens, idx = megatron_pair(path)
@@ -500,7 +500,7 @@ class TokenFile:
 
 
 def megatron_pair(path: Address) -> tuple[Address, Address]:
-    """Return the ``.bin`` and ``.idx`` of a path, which may lack the ending."""
+    """Return the ``.bin`` and ``.idx`` paths of ``path``, which may lack the ending."""
     stem = sibling(path, lambda name: re.sub(r"\.(bin|idx)$", "", name))
     return _with_ending(stem, ".bin"), _with_ending(stem, ".idx")
 
@@ -510,7 +510,7 @@ def _with_ending(address: Address, ending: str) -> Address:
 
 
 def _version_if_any(version_of: VersionOf, address: Address) -> Version | None:
-    """Return a file's version; None if it is missing, or access is refused."""
+    """Return a file's version; None if the file is missing or access is refused."""
     try:
         return version_of(address)
     except (FileNotFoundError, PermissionError):

@@ -35,9 +35,9 @@ _MAX_KEPT_BYTES = (32 << 20) - (1 << 16)
 
 
 class LocalReads:
-    """One event loop's reads of local shards, in one thread; loops share ``local``.
+    """One event loop's reads of local shards, in one thread. Loops share ``local``.
 
-    Several threads would get fresh memory more often, at twice the time for 100 KB.
+    With several threads, more memory is fresh, and 100 KB take twice the time.
     """
 
     def __init__(self, local: Any) -> None:
@@ -46,7 +46,7 @@ class LocalReads:
         self._thread: ThreadPoolExecutor | None = None
 
     async def read(self, indices: list[int]) -> list[Any]:
-        """Return the samples at ``indices``; raise the error of an unreadable one."""
+        """Return the samples at ``indices``; raise the error if one is unreadable."""
         return await self._run(self._local.samples, indices)
 
     async def version(self, shard: int) -> Version:
@@ -66,7 +66,7 @@ class LocalReads:
 
 
 class _MappedShard:
-    """A memory-mapped shard, and its version when it was mapped."""
+    """A memory-mapped shard, with the version that the file had when it was mapped."""
 
     def __init__(self, path: str, end: int, expected: Version | None) -> None:
         self._path = path
@@ -84,7 +84,7 @@ class _MappedShard:
         self.view = memoryview(self.data)
 
     def check(self) -> None:
-        """Raise an error if the file changed: reading past its end kills a process."""
+        """Raise an error if the file changed; reading past its end kills a process."""
         facts, before = os.fstat(self._file), self.version
         if facts.st_mtime != before.modified or facts.st_size != before.size:
             changed = Version(facts.st_size, None, facts.st_mtime)
@@ -108,8 +108,8 @@ class MappedShards:
         return MappedShards, (self._shards, self._edges)
 
     def samples(self, indices: Sequence[int]) -> list[Any]:
-        """Return the samples at ``indices``; first, have the kernel prefetch them."""
-        if len(indices) > MAX_OPEN:  # they may be in as many shards
+        """Return the samples at ``indices``; first ask the kernel to prefetch them."""
+        if len(indices) > MAX_OPEN:  # each may be in another shard
             halves = indices[: len(indices) // 2], indices[len(indices) // 2 :]
             return [sample for half in halves for sample in self.samples(half)]
         places, made = [*map(self._edges.find, indices)], list[Any]()

@@ -1,8 +1,8 @@
-"""Random reads of remote shards: near ranges in one turn of the loop are merged.
+"""Random reads of remote shards, which merge near ranges in one turn of the loop.
 
-A shard is read at one version: the one in its pack, or else the one that a check finds
-before the first read on each loop. An ``.idx`` has no version, so the check compares
-the shard's length, and the bytes after its last sample, with the index.
+A shard is read at one version, which its pack records, or which a check finds before
+the first read on each loop. An ``.idx`` records no version, so the check compares the
+shard's length, and the bytes after its last sample, with the index.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ _MAX_GAP, _MAX_BYTES = 1 << 16, 8 << 20
 
 
 class SharedRequest(Generic[T]):
-    """A request that reads ``join`` and ``leave``; cancelled when all have left."""
+    """A request that reads ``join`` and ``leave``; the last to leave cancels it."""
 
     def __init__(self, request: Coroutine[Any, Any, T]) -> None:
         self.task = asyncio.create_task(request)
@@ -40,7 +40,7 @@ class SharedRequest(Generic[T]):
 
     @property
     def is_usable(self) -> bool:
-        """Whether the request is running, or has a result."""
+        """Whether the request is running and not being cancelled, or has a result."""
         task = self.task
         is_lost = task.done() and (task.cancelled() or task.exception() is not None)
         return not (is_lost or task.cancelling())
@@ -54,7 +54,7 @@ class SharedRequest(Generic[T]):
             self.task.cancel()
 
     async def result(self) -> T:
-        """Wait for the result; each read gets a copy of an error, to add notes to."""
+        """Wait for the result, then leave. Each read gets its own copy of an error."""
         task = self.task
         try:
             if not task.done():  # takes a quarter of the time of ``asyncio.wait``
@@ -79,13 +79,13 @@ class SharedRequest(Generic[T]):
 
 
 class PendingSample:
-    """A sample to be read.
+    """A sample that was requested, and perhaps not sent yet.
 
     Attributes:
-        place: The number of its shard, and its byte range there.
+        place: The number of the sample's shard, and the byte range in that shard.
         is_held: Whether it was requested in advance, and no read waits for it yet.
         is_sent: Whether the turn of the loop in which it was requested has ended.
-        merged: Its shared request, and the offset of that request's bytes; None before
+        merged: Its shared request, and the offset of the request's bytes; None before
             it is sent, or if the sample is read by a separate request.
     """
 
@@ -108,13 +108,13 @@ class RemoteReads:
         self._objects: dict[int, StoredObject] = {}
         self._versions: dict[int, Version] = {}
         self._checks: dict[int, SharedRequest[Version]] = {}
-        self._pending: list[PendingSample] = []  # of this turn of the loop
+        self._pending: list[PendingSample] = []  # in this turn of the loop
         # Requested samples of blocks that no read waits for yet, by their indices.
         self._held: dict[int, PendingSample] = {}
         self._requests: set[asyncio.Task[Any]] = set()
 
     async def read(self, index: int) -> tuple[SampleRange, memoryview]:
-        """Return a sample's place in its shard, and its bytes."""
+        """Return a sample's shard number and byte range, and its bytes."""
         sample = self._held.pop(index, None)
         if sample is None:
             sample = self._request(index)
@@ -147,7 +147,7 @@ class RemoteReads:
             await self._storage.aclose()
 
     def _request(self, index: int) -> PendingSample:
-        """Request a sample at the end of this turn of the loop."""
+        """Request a sample; ``_send`` runs at the end of this turn of the loop."""
         sample = PendingSample(self._edges.find(index))
         if not self._pending:
             asyncio.get_running_loop().call_soon(self._send)
@@ -155,7 +155,7 @@ class RemoteReads:
         return sample
 
     def _hold_block(self, index: BlockIndex) -> None:
-        """Request a block's other samples; drop old requests that no read has used."""
+        """Request a block's other samples; forget the oldest that no read has used."""
         (block, window), held = index.spread, self._held
         first = index - index % block
         for number in range(first, min(first + block, len(self._edges))):
@@ -195,7 +195,7 @@ class RemoteReads:
         return shared
 
     async def _bytes(self, shard: int, start: int, stop: int) -> memoryview:
-        """Return a range of a shard; raise an error if the shard has changed."""
+        """Return a byte range of a shard; raise an error if the shard has changed."""
         known, stored = await self.version(shard), self._stored(shard)
         try:
             piece = await stored.fetch(start, stop, known)
@@ -210,7 +210,7 @@ class RemoteReads:
         return memoryview(piece.data).cast("B")
 
     async def version(self, shard: int) -> Version:
-        """Return the version of a shard; raise an error if its index does not fit."""
+        """Return a shard's version; raise an error if the index does not fit it."""
         versions = self._edges.versions
         known = versions[shard] if versions else self._versions.get(shard)
         if known is None:

@@ -1,1 +1,1 @@
-"""The parts of streams: shards, cursors, steps, readers, and the ranks' agreement."""
+"""The building blocks of streams, from shards and cursors to the ranks' agreement."""

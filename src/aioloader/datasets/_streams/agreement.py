@@ -26,8 +26,8 @@ class Agreement:
     """A comparison of the shards that the ranks found, for one iteration.
 
     The first rank to arrive stores a summary of its shards; later ranks adopt it and
-    compare theirs with it, so no rank waits. Each worker is one of the ``ranks``, with
-    the number ``rank``; other processes with the same number are its peers.
+    compare theirs with it, so no rank waits. Here each worker counts as a rank, whose
+    number among the ``ranks`` is ``rank``. Processes with the same number are peers.
     """
 
     store: RankStore
@@ -38,7 +38,7 @@ class Agreement:
 
     @property
     def name(self) -> str:
-        """The rank's number, with the worker's if the rank has several workers."""
+        """The rank's number for errors, with the worker's if the rank has several."""
         rank, worker = divmod(self.rank, self.workers)
         return f"{rank} (worker {worker})" if self.workers > 1 else f"{rank}"
 
@@ -81,7 +81,7 @@ class Agreement:
         )
 
     def _look_up(self, key: str, store: Any) -> tuple[str, Any]:
-        """Return this comparison's key, and the first rank's entry there or None."""
+        """Return this comparison's key, and the first rank's entry; None if missing."""
         # The nth comparison of this process matches the nth one of every other rank.
         counter = f"{key}/rank {self.rank} of process {self.store.process}"
         key = f"{key}/{store.add(counter, 1)}"
@@ -93,7 +93,7 @@ class Agreement:
         return json.loads(store.compare_set(key, "", json.dumps(mine)))
 
     async def _do(self, job: Callable[[Any], Any], location: str) -> Any:
-        """Run an operation of the store in a thread, on a separate connection."""
+        """Run a store operation in a thread, on a separate connection."""
         run = lambda: job(self.store.open())  # noqa: E731
         try:
             return await in_thread(run, abandon_on_cancel=True)
@@ -110,27 +110,27 @@ def _shown(summary: Any) -> str:
     return f"{summary['count']:,} shards (digest {digest(summary)})"
 
 
-# Counters of this process's iterations, by stream and rank. Keys in the store contain
-# the iteration's number, so they match if all processes iterate equally often.
+# Counters of this process's iterations, by stream and rank. Store keys contain the
+# iteration's number, so processes that iterate equally often use the same keys.
 _ITERATIONS: dict[tuple[str, int], Iterator[int]] = {}
 _NO_TIMEOUT = timedelta(days=1)  # long enough, because the consumer's wait is bounded
-_JOIN_SECONDS = 10.0  # that each thread has to end
-_STOP = b"left"  # wakes the listening thread
+_JOIN_SECONDS = 10.0  # the time that each thread gets to end
+_STOP = b"left"  # a result that ends the listening thread
 
 
 class EpochEndRounds:
     """The rounds of messages in which ranks agree on the end of an epoch.
 
-    In each round every rank publishes how many batches it has, once it has ended or is
-    well past the slowest rank's count in the previous round. The last rank to publish
-    computes the result for all. A round spans as many batches as are read ahead, so
-    ranks normally do not wait. One thread publishes and another listens. Each rank
-    overwrites one key; each round deletes its other keys. If ranks have peers, which
-    deliver the same batches, the first process of each rank joins one circle, in which
-    they agree, and the second process another.
+    In each round every rank publishes its number of batches, once the rank has ended or
+    is well past the slowest rank's count in the previous round. The last rank to
+    publish computes the result for all. A round spans as many batches as are read
+    ahead, so ranks normally do not wait. One thread publishes and another listens. Each
+    rank overwrites one key; each round deletes its other keys. If ranks have peers,
+    which deliver the same batches, the first processes of all ranks agree with each
+    other, and so do the second ones.
 
     ``subject``: identifies the stream; JSON-serialisable, equal on all ranks.
-    ``start``: the epoch, and how many of its batches were delivered before.
+    ``start``: the epoch, and how many of its batches this rank delivered before.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class EpochEndRounds:
     def begin(self, end: SharedEnd, wake: Callable[[Exception | None], None]) -> None:
         """Start the threads that publish this rank's counts and update ``end``.
 
-        ``wake`` is called in one of them: with None after an update, or with an error.
+        ``wake`` is called in either thread, with None after an update or with an error.
         """
         if self._threads or self._is_closed:
             return
@@ -174,7 +174,7 @@ class EpochEndRounds:
             thread.post(partial(self._run, job))
 
     def note(self) -> None:
-        """Wake the publishing thread, as ``end`` has changed. Safe in any thread."""
+        """Wake the publishing thread because ``end`` changed. Safe in any thread."""
         if self._is_heard:  # otherwise the thread checks ``end`` after this round
             self._news.put(None)
 
@@ -190,7 +190,7 @@ class EpochEndRounds:
         return not any(thread.is_alive() for thread in self._threads)
 
     def waits_for(self) -> str:
-        """Return the ranks that delay the round, as text for an error. Blocks."""
+        """Return the ranks that delay this round, as text for an error. Blocks."""
         store = self._store.open()
         peers = [rank for rank in range(self._ranks) if rank != self._rank]
         late = [
@@ -216,7 +216,7 @@ class EpochEndRounds:
             self._rounds.put(None)
 
     def _publish_all(self, store: Any) -> None:
-        """Publish this rank's count in each round, at the known end, and on leaving."""
+        """Publish this rank's counts in each round, and once more on leaving early."""
         end, number = self._end, 0
         if self._may_have_peers:  # the counter stays: more peers may arrive later
             self._key += f"/circle {store.add(f'{self._key}/of rank {self._rank}', 1)}"
@@ -248,7 +248,7 @@ class EpochEndRounds:
                 return
 
     def _apply(self, result: Any) -> str:
-        """Update ``end`` with a round's result; return an error's text, or ""."""
+        """Update ``end`` with a round's result; return an error message or ""."""
         end = self._end
         if "error" in result:
             return str(result["error"])
@@ -275,7 +275,7 @@ class EpochEndRounds:
         return f"{self._key}/round {number} to rank {rank}"
 
     def _publish(self, store: Any, number: int, *, has_left: bool = False) -> None:
-        """Publish this rank's count; a round's last rank sends the result to all."""
+        """Publish this rank's counts; a round's last rank sends the result to all."""
         count = self._end.made, self._end.has_ended, has_left
         entry = json.dumps([number, self._start, count])
         store.set(self._key_of(self._rank), entry)
@@ -303,7 +303,7 @@ class EpochEndRounds:
 
 
 def _result(published: Sequence[Any]) -> dict[str, Any]:
-    """Return all ranks' counts, or an error if they started at different batches."""
+    """Return the counts of all ranks, or an error if their first batches differ."""
     if len({tuple(position) for _, position, _ in published}) > 1:
         text = "; ".join(
             f"rank {rank} is at batch {batch} of epoch {epoch}"
@@ -314,7 +314,7 @@ def _result(published: Sequence[Any]) -> dict[str, Any]:
 
 
 def _end(reference: "weakref.ref[EpochEndRounds]") -> None:
-    """End the threads at Python's exit; until then they keep their object alive."""
+    """End the threads at Python's exit; running threads keep the rounds alive."""
     if (rounds := reference()) is not None:
         rounds.close()
         rounds.join()

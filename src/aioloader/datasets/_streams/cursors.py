@@ -1,8 +1,8 @@
 """Cursors, which read streams in blocks of samples and can save their positions.
 
 Each step of a stream (``map``, ``filter``, ``take``...) is a cursor over the previous
-step's cursor. A position is the state before a block, and how many of the block's
-samples were passed on. Resuming makes the block again, and drops those samples.
+step's cursor. A position consists of the state before a block, and the number of the
+block's samples passed on. Resuming makes the block again, and drops those samples.
 """
 
 import asyncio
@@ -65,16 +65,16 @@ class OpenBlock(NamedTuple):
 
     before: State
     length: int
-    details: Any  # for ``_state_after``; by default, where its unreadable samples are
+    details: Any  # for ``_state_after``; by default, positions of unreadable samples
 
 
 class Cursor:
     """The base of sources and steps, which return samples in blocks.
 
     A subclass implements ``_make``, which returns the next samples, and
-    ``_make_state``, which returns a state to make them again. It reads only its own
-    entries of a state. The next step calls ``pull``. A cursor that combines inputs, and
-    passes samples on later, calls their ``fill`` and ``take``, and then ``pass_on``.
+    ``_make_state``, which returns a state to make them again. It uses only its own
+    entries of a state. The next step calls ``pull``. If it combines inputs, and passes
+    samples on later, it calls their ``fill`` and ``take``, and then ``pass_on``.
     """
 
     overshoots = False  # whether `_make` may return more samples than its limit
@@ -111,10 +111,10 @@ class Cursor:
         return {**before, "taken": count, "failed": [k for k in details if k < count]}
 
     async def _close(self) -> None:
-        """Release open resources; ``_make`` is not running."""
+        """Release open resources. Called when ``_make`` is not running."""
 
     def passes(self) -> int | None:
-        """Return the number of the current pass of an endless ``repeat``, or None."""
+        """Return the current pass number of an endless ``repeat``; None without one."""
         return None
 
     async def pull(self, limit: int) -> Block:
@@ -143,7 +143,7 @@ class Cursor:
         await self._close()
 
     async def fill(self, limit: int) -> bool:
-        """Read about ``limit`` more samples for ``take``; return whether any came."""
+        """Read about ``limit`` more samples for ``take``; return whether it got any."""
         if (state := self._loaded) is not None:
             await self._replay(state["taken"], state.get("failed"))
             self._loaded = None
@@ -167,7 +167,7 @@ class Cursor:
         return whole[start:] if start else whole
 
     def take_blocks(self, size: int, most: int) -> list[Block]:
-        """Return up to ``most`` ready blocks of ``size``; stop at a failed sample."""
+        """Return up to ``most`` blocks of ``size`` ready samples before any failure."""
         blocks, start = list[Block](), len(self._block) - self.ready
         for number in range(min(self.ready // size, most)):
             first = start + number * size
@@ -248,9 +248,9 @@ def check_replayed(
     """Raise a ShardChangedError unless the same samples are unreadable as before.
 
     An unreadable shard counts as one failed sample. If it can be read now, or another
-    cannot, later samples shift, and the wrong ones would be dropped. ``block``: samples
-    read from position ``start`` of ``count``; empty at the end. ``failed``: the
-    positions that were unreadable when the state was saved; None: do not check.
+    cannot, later samples shift, and the wrong ones would be dropped. ``block``: the
+    samples from position ``start`` on, of ``count``; empty at the end. ``failed``: the
+    positions that were unreadable when the state was saved; None skips the check.
     """
     if failed is None:
         return
@@ -279,7 +279,7 @@ def check_replayed(
 
 
 def qualname(function: Any) -> str:
-    """Return a callable's qualified name, which is the same in each process."""
+    """Return a callable's qualified name, which is the same in every process."""
     if isinstance(function, functools.partial):
         return f"partial({qualname(function.func)})"
     function = inspect.unwrap(function) if callable(function) else function

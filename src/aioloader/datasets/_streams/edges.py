@@ -1,13 +1,13 @@
-"""Byte offsets of the samples in shards: ``.idx`` files and packs.
+"""Byte offsets of the samples in shards, stored in ``.idx`` files or in packs.
 
 A shard's index is an ascending list of byte offsets: where each sample starts, and
 where the last one ends. There are two kinds of files:
 
 - ``shard.tar.idx``, next to its shard: little-endian 64-bit offsets, as NVIDIA's
   Megatron-Energon and NeMo write them. It does not record the shard's version.
-- A pack, one file for all shards: ``aioidx`` and a version, the length of a header, the
-  header (JSON: names, counts, sizes, entity tags and times of shards), padded to a
-  multiple of 8, and the offsets of all shards: 32-bit if all are below 4 GiB, else 64.
+- A pack is one file for all shards. It starts with ``aioidx``, a version, and the
+  length of a header. The header is JSON (names, counts, sizes, entity tags and times of
+  shards), padded to a multiple of 8. All offsets follow, of 32 bits if all fit, or 64.
 """
 
 import array
@@ -45,13 +45,13 @@ SampleRange: TypeAlias = tuple[int, int, int]
 class Edges:
     """The byte offsets at which the samples of several shards start and end.
 
-    Memory: 4 bytes per sample if all shards are below 4 GiB, else 8. The offsets of a
-    local pack are memory-mapped, so all processes share them.
+    A sample takes 4 bytes of memory if all offsets are below 4 GiB, else 8. The offsets
+    of a local pack are memory-mapped, so all processes share them.
 
     Attributes:
         counts: The number of samples of each shard.
-        offsets: Each shard's sample starts and last end, one shard after another.
-        versions: The version of each shard when it was indexed; empty if unknown.
+        offsets: For each shard, the starts of its samples and the end of the last one.
+        versions: Each shard's version when it was indexed; empty if any is unknown.
         mapped: The first three arguments of ``map_edges`` if it made this object.
     """
 
@@ -79,12 +79,12 @@ class Edges:
         return shard, self._view[place], self._view[place + 1]
 
     def of_shard(self, shard: int) -> Offsets:
-        """Return one shard's offsets: each sample's start, and the last one's end."""
+        """Return the starts of one shard's samples, and the end of the last one."""
         start = self._firsts[shard] + shard
         return self.offsets[start : start + self.counts[shard] + 1]
 
     def end(self, shard: int) -> int:
-        """Return where the last sample of a shard ends."""
+        """Return the byte offset at which a shard's last sample ends."""
         end: int = self._view[self._firsts[shard + 1] + shard]
         return end
 
@@ -137,7 +137,7 @@ def index_name(path: str) -> str:
 
 
 async def read_index(storage: Storage, address: Address) -> Offsets | None:
-    """Return the offsets in the index next to a shard; None without an index."""
+    """Return the offsets from a shard's ``.idx`` file; None if the file is missing."""
     index = sibling(address, index_name)
     try:
         data = await read_whole(storage.open(index, 0, _READ_BYTES))
@@ -156,12 +156,12 @@ def _is_rising(offsets: Offsets) -> bool:
 
 
 def fits(end: int, size: int) -> bool:
-    """Tell whether a shard of this size may have its last sample end at ``end``."""
+    """Tell whether the last sample of a shard of ``size`` bytes may end at ``end``."""
     return end <= size <= end + _MAX_PADDING
 
 
 def check_end(location: str, end: int, size: int, rest: bytes = b"") -> None:
-    """Raise a ShardChangedError if ``size``, or ``rest`` after ``end``, is wrong."""
+    """Raise a ShardChangedError unless ``size`` fits ``end`` and ``rest`` is zeros."""
     if not end:
         return
     if not fits(end, size) or rest.strip(b"\0"):
@@ -203,7 +203,7 @@ def index_bytes(offsets: Sequence[int] | Offsets) -> bytes:
 
 
 class IndexPack(NamedTuple):
-    """The index of many shards: their names, edges and versions."""
+    """The index of many shards, with their names, edges and versions."""
 
     names: list[str]
     edges: Edges
@@ -231,7 +231,7 @@ class IndexPack(NamedTuple):
 
 
 async def read_pack(storage: Storage, address: Address) -> IndexPack:
-    """Open a pack: map a local one into memory, and read any other.
+    """Open a pack; a local one is mapped into memory, any other is read.
 
     Raises:
         ObjectNotFoundError: If there is no file at ``address``.
@@ -268,7 +268,7 @@ async def read_pack(storage: Storage, address: Address) -> IndexPack:
 def map_edges(
     path: str, base: int, width: int, counts: Sequence[int], versions: Sequence[Version]
 ) -> Edges:
-    """Map a pack's offsets, which start at byte ``base``, into memory."""
+    """Return edges whose offsets are mapped from byte ``base`` of a local pack."""
     length = sum(counts) + len(counts)
     if (size := os.stat(path).st_size) != base + width * length:  # noqa: PTH116
         raise _no_pack(path, f"it has {size:,} bytes")

@@ -1,4 +1,4 @@
-"""Byte formats: generators that turn the bytes of a shard into samples.
+"""Byte formats, whose generators turn the bytes of a shard into samples.
 
 A generator starts where a sample starts, and reads forward. There are two kinds:
 
@@ -79,7 +79,7 @@ _END: Any = ()
 
 
 class ShardPart(NamedTuple):
-    """A part of one version of a shard: its bytes from ``start`` to ``stop``."""
+    """The bytes of a shard version from ``start`` to ``stop`` (None: to the end)."""
 
     address: Address
     start: int
@@ -87,15 +87,15 @@ class ShardPart(NamedTuple):
     version: Version | None
 
 
-# Gets the storage, a shard's address and size, and a number of parts. Returns where all
-# parts but the first start, in order; or why the shard cannot be cut, and what to do.
+# Gets the storage, a shard's address and size, and a number of parts. Returns the start
+# offsets of all parts but the first, or else why the shard cannot be cut (as text).
 Cuts: TypeAlias = Callable[[Storage, Address, int, int], Awaitable[Sequence[int] | str]]
 
 
 async def cut_shards(
     storage: Storage, shards: Sequence[Address], count: int, cuts: Cuts
 ) -> list[ShardPart]:
-    """Cut shards into ``count`` parts, in order; shards stay whole where possible.
+    """Cut shards into ``count`` parts, in order; the largest shards are cut first.
 
     The parts depend only on the shards' sizes and contents, so all ranks get the same
     ones. Raise a ValueError if the shards cannot be cut into enough parts.
@@ -164,7 +164,7 @@ def shares(sizes: Sequence[int], count: int) -> list[int]:
 async def at_line_ends(
     storage: Storage, address: Address, size: int, count: int
 ) -> Sequence[int]:
-    """Return line starts that cut a file into about even parts; see ``Cuts``."""
+    """Return line starts that cut a file into ``count`` parts of similar size."""
     even = [size * number // count for number in range(1, count)]
     starts = await each(lambda cut: _next_line(storage, address, cut, size), even)
     cuts = sorted({start for start in starts if 0 < start < size})
@@ -176,7 +176,7 @@ async def at_line_ends(
 
 
 async def _next_line(storage: Storage, address: Address, cut: int, size: int) -> int:
-    """Return where the first line at or after ``cut`` starts; ``size`` if none does."""
+    """Return the first line start at or after ``cut``, or ``size`` if there is none."""
     offset = max(0, cut - 1)
     source = storage.open(address, offset, _SEARCH_BYTES, stop=size)
     try:
@@ -191,7 +191,7 @@ async def _next_line(storage: Storage, address: Address, cut: int, size: int) ->
 
 
 def nearest(starts: Sequence[int], size: int, count: int) -> Sequence[int]:
-    """Return up to ``count - 1`` of ``starts`` that cut ``size`` about evenly."""
+    """Return up to ``count - 1`` of ``starts`` that cut ``size`` bytes about evenly."""
     last = len(starts) - count
     place, cuts = 0, []
     for number in range(1, min(count, len(starts))):
@@ -202,10 +202,10 @@ def nearest(starts: Sequence[int], size: int, count: int) -> Sequence[int]:
 
 
 class ByteFeed(io.RawIOBase):
-    """The bytes of a shard, piece by piece, forward only.
+    """A feed of a shard's bytes, which are read piece by piece and only forward.
 
-    ``Steps`` use ``take`` and ``skip``, or the ``view``. For a user's generator it is
-    the raw file under a ``ShardFile``'s buffer, and waits for pieces itself.
+    ``Steps`` use ``take`` and ``skip``, or the ``view``. For a user's generator a feed
+    is the raw file under a ``ShardFile``'s buffer, and waits for pieces itself.
 
     Attributes:
         url: Redacted address of the shard, for samples and errors.
@@ -214,7 +214,7 @@ class ByteFeed(io.RawIOBase):
         left: Bytes to read until a block of a user's generator is full.
         wait: Returns the next piece; only set if the generator may wait.
         view: The current piece, valid until the next one.
-        used: How many bytes of the view were used; more than it has after a skip.
+        used: How many bytes of the view were used or skipped, perhaps beyond its end.
         has_ended: Whether there are no more pieces.
     """
 
@@ -231,7 +231,7 @@ class ByteFeed(io.RawIOBase):
         self._base = start
 
     def restart(self, start: int, piece: memoryview) -> None:
-        """Continue with a piece at offset ``start`` of another shard."""
+        """Continue with a ``piece`` that starts at byte ``start`` of another shard."""
         self.view, self.used, self._base = piece, 0, start
 
     @property
@@ -247,7 +247,7 @@ class ByteFeed(io.RawIOBase):
         self.has_ended = not self.view
 
     def take(self, count: int) -> Generator[None, None, bytes]:
-        """Return the next bytes, fewer only at the end. Use with ``yield from``."""
+        """Return ``count`` bytes, or fewer at the end. Needs ``yield from``."""
         parts: list[bytes] = []
         left = count
         while True:
@@ -260,7 +260,7 @@ class ByteFeed(io.RawIOBase):
             yield
 
     def skip(self, count: int) -> Generator[None, None, int]:
-        """Skip bytes; return how many are missing. Use with ``yield from``."""
+        """Skip ``count`` bytes; return how many are missing. Needs ``yield from``."""
         self.used += count
         while (missing := self.used - len(self.view)) > 0 and not self.has_ended:
             yield
@@ -396,7 +396,7 @@ def sample_of(spec: ByteFormatSpec, url: str, start: int, data: memoryview) -> A
     """Return the only sample in ``data``, which starts at a shard's byte ``start``.
 
     Raises:
-        DatasetError: If the bytes have no sample, or several.
+        DatasetError: If the bytes contain no sample, or several.
         BaseException: The error of the user's generator, or of the sample.
     """
     if spec.quick is not None:
@@ -431,10 +431,10 @@ def scanned(
 ) -> "array.array[int]":
     """Read a whole shard; return the offsets of its samples. Runs in a thread.
 
-    A failed sample has an offset, too. ``read`` returns the shard's next piece.
+    Failed samples have offsets, too. ``read`` returns the shard's next piece.
 
     Raises:
-        DatasetError: If the shard is damaged, so that samples after it are lost.
+        DatasetError: If the shard is damaged, and the samples after that are lost.
     """
     feed = ByteFeed(url, 0)
     feed.wait = read
@@ -454,11 +454,11 @@ def scanned(
 
 
 class ByteReader(BlockReader):
-    """A reader of a shard of bytes, or of a part of one.
+    """A reader of the samples in a shard's bytes, or in a range of them.
 
     Blocks are made in threads. Quick formats make them on the loop from bytes that were
-    fetched or are in the page cache. A position is the start of a block, and how many
-    of its samples were passed on. Failed samples count, so that each is reported once.
+    fetched or are in the page cache. A position consists of a block's start and of how
+    many of its samples were passed on. Failed samples count, so each is reported once.
     Resuming reads a compressed shard from its beginning.
     """
 
@@ -514,7 +514,7 @@ class ByteReader(BlockReader):
         """Make blocks on the loop, from bytes already fetched or in the page cache.
 
         Return None if a thread must make them. Once samples are large, or a file's
-        bytes are not cached, threads make all later blocks. Other tasks run first.
+        bytes are not cached, threads make all later blocks. Other tasks get a turn.
         """
         source = self._source
         read: Callable[[], Buffer | None] = self._take_piece
@@ -633,7 +633,7 @@ class ByteReader(BlockReader):
 
 
 class ByteFormat(ShardFormat):
-    """Shards of bytes at ``addresses``, which may be patterns; ``cuts`` cuts shards."""
+    """Byte shards at ``addresses``, which may be patterns; ``cuts`` may cut shards."""
 
     def __init__(
         self,
@@ -685,5 +685,5 @@ class ByteFormat(ShardFormat):
         return self._spec
 
     async def offsets(self, shard: Any) -> Offsets | None:
-        """Return the offsets in the index next to a shard; None without an index."""
+        """Return the offsets from a shard's ``.idx`` file; None if it is missing."""
         return await read_index(self.storage, shard)

@@ -1,8 +1,8 @@
 """Cursors over sequences of shards, interleaved sequences, and mixed streams.
 
-A sequence opens small shards ahead. The ready samples of several inputs are interleaved
-into one block, and a pull returns a slice of it, so a turn costs little. A position
-consists of the inputs' positions, so resuming need not make interleaved blocks again.
+A sequence opens small shards in advance. The ready samples of several inputs are
+interleaved into one block, and a pull returns a slice of the block, so a turn costs
+little. A position contains the inputs' positions, so resuming needs no earlier block.
 """
 
 import asyncio
@@ -29,8 +29,8 @@ from aioloader.datasets._streams.shards import (
 )
 from aioloader.errors import ShardChangedError
 
-# Samples to request from a shard's reader at once, so that they share the cost of a
-# call; and rows of columns, more because they are in memory anyway.
+# Samples, or rows of columns, to request from a shard's reader at once, so that they
+# share the cost of a call. More rows are requested, because they are in memory anyway.
 SAMPLES_PER_READ, ROWS_PER_READ = 512, 1 << 14
 # Most shards that a format is asked to open together.
 _MAX_OPENED = 16
@@ -49,10 +49,10 @@ class ShardSequence(Cursor):
     """The samples of several shards, one shard after another.
 
     ``indices`` selects them from ``shards``, of which there may be millions. A state
-    has the number of a shard, a position in it, and how many samples after that were
-    passed on. A position in an SQL table names the last row instead, because rows may
-    be inserted or deleted. A sequence with a ``summary`` is its reader's only one, and
-    its state has the form of an ``Interleaved``.
+    contains a shard's number, a position in that shard, and how many samples after the
+    position were passed on. In an SQL table, the position names the last row passed on,
+    because rows may be inserted or deleted. With a ``summary``, the sequence is its
+    reader's only one, and its state has the form of an ``Interleaved``.
     """
 
     overshoots = True
@@ -86,7 +86,7 @@ class ShardSequence(Cursor):
             self._reader.begin()
 
     async def _make(self, limit: int) -> Block:
-        """Return a shard's next samples; a ``FailedSample`` for an unreadable rest."""
+        """Return a shard's next samples, or a failed sample for an unreadable rest."""
         while self._number < len(self._indices):
             reader = self._reader
             if reader is None:
@@ -120,7 +120,7 @@ class ShardSequence(Cursor):
         return {"shard": self._number, "at": position, "taken": self._skip}
 
     def state(self) -> State:
-        """Return the position; with a summary, in the form of an ``Interleaved``."""
+        """Return the position, with a summary in the form of an ``Interleaved``."""
         state = super().state()
         if self._summary is None:
             return state
@@ -197,7 +197,7 @@ class ShardSequence(Cursor):
 async def interleaved(
     blocks: Sequence[Block], merge: Callable[[Sequence[Block]], Block] = interleave
 ) -> Block:
-    """Return blocks combined by ``merge``; large blocks of columns, in a thread."""
+    """Return blocks combined by ``merge``, in a thread for large blocks of columns."""
     if len(blocks) == 1:
         return blocks[0]
     has_lists = any(isinstance(block, list) for block in blocks)
@@ -208,8 +208,8 @@ async def interleaved(
 class Interleaver(Cursor):
     """The base of cursors that interleave the samples of several inputs they own.
 
-    ``own``: its part of the state, which decides the next input. ``key``: the name of
-    the inputs' part. A block's details are its order: the input of each sample.
+    ``own``: this cursor's entries of the state, which decide the next input. ``key``:
+    the entry of the inputs' states. A block's details are its samples' input numbers.
     """
 
     overshoots = True
@@ -226,11 +226,11 @@ class Interleaver(Cursor):
         return min((number for number in passes if number is not None), default=None)
 
     async def _order(self, limit: int) -> IntegerArray:
-        """Fill inputs; return each next sample's input number; empty at the end."""
+        """Fill inputs; return the input number of each next sample, none at the end."""
         raise NotImplementedError
 
     def _merged(self, order: IntegerArray, blocks: Sequence[Block]) -> Block:
-        """Return the samples in ``order``; ``blocks`` has one per input, ascending."""
+        """Return the samples in ``order``, from one block per input, ascending."""
         raise NotImplementedError
 
     async def _make(self, limit: int) -> Block:
@@ -247,7 +247,7 @@ class Interleaver(Cursor):
         return block
 
     def _counts(self, order: IntegerArray) -> list[int]:
-        """Return how many samples of ``order`` each input has."""
+        """Return how often each input's number occurs in ``order``."""
         counts: list[int] = np.bincount(order, minlength=len(self.inputs)).tolist()
         return counts
 
@@ -260,7 +260,7 @@ class Interleaver(Cursor):
             self._passed -= self._open_blocks.popleft().length
 
     def _forward(self, stop: int) -> None:
-        """Have the inputs count the oldest block's samples before place ``stop``."""
+        """Have the inputs count the oldest block's samples before position ``stop``."""
         order = self._open_blocks[0].details[self._forwarded : stop]
         self._forwarded = stop
         for cursor, count in zip(self.inputs, self._counts(order), strict=True):
@@ -301,7 +301,7 @@ class Interleaved(Interleaver):
         return active[turn:] + active[:turn]
 
     def _set_turns(self, active: Sequence[int]) -> None:
-        """Store that only the ``active`` inputs have not ended; the first is next."""
+        """Record that only the ``active`` inputs have not ended; the first is next."""
         ended = sorted({*range(len(self.inputs))} - {*active})
         turn = sorted(active).index(active[0]) if active else 0
         self.own = {**self.own, "turn": turn, "ended": ended}
@@ -332,7 +332,7 @@ class Interleaved(Interleaver):
 
 
 class AsTheyCome(Interleaved):
-    """Sequences of shards, in order of arrival: faster over uneven connections."""
+    """Sequences of shards, in order of arrival; faster if connections differ."""
 
     def __init__(
         self, sequences: Sequence[ShardSequence], state: State, summary: State
@@ -372,7 +372,7 @@ class AsTheyCome(Interleaved):
 class Mixed(Interleaver):
     """Samples of several streams, in the order of a ``schedule``.
 
-    The state has each stream's number of samples, and which streams have ended.
+    The state contains each stream's sample count, and the numbers of ended streams.
     """
 
     def __init__(
@@ -391,7 +391,7 @@ class Mixed(Interleaver):
         self._may_grow = ahead is not Ahead.NEVER
         self._ask, self._is_light = 0, False
         self._finished: set[int] = set()  # streams that cannot be filled any further
-        # The next samples' streams; the plan's first position, and streams ended then.
+        # The next samples' streams; the plan's first position and then-ended streams.
         self._planned: IntegerArray = np.empty(0, np.intp)
         self._plan_start: tuple[int, list[int]] = 0, []
 
@@ -407,7 +407,7 @@ class Mixed(Interleaver):
         return pick(join(blocks), indices)
 
     async def _order(self, limit: int) -> IntegerArray:
-        """Return the stream of each next sample, for as many as come quickly."""
+        """Return the stream number of each next sample, for as many as come quickly."""
         most, began = max(limit, self._ask), time.perf_counter()
         count = len(self.inputs)
         while len(self.own["ended"]) < count:
@@ -427,7 +427,7 @@ class Mixed(Interleaver):
     async def _fill(self, plan: IntegerArray, until: float) -> int:
         """Fill the streams for a plan; return how many of its first samples are ready.
 
-        After ``until``, each stream is filled at most once if it may be read ahead.
+        After time ``until``, a stream that may be read ahead is filled at most once.
         """
         counts, length = self._counts(plan), len(plan)
         least = length if self._is_light else 0

@@ -1,7 +1,7 @@
-"""The base of all streams: iteration, sharding among ranks, and positions.
+"""The base of all streams, with iteration, sharding among ranks, and positions.
 
-Cancelling a step of an iteration loses nothing: its read continues in a separate task,
-and the next step gets the result.
+Cancelling a step of an iteration loses nothing. The step's read continues in a separate
+task, and the next step gets the result.
 """
 
 import asyncio
@@ -34,9 +34,9 @@ _GROUP_STORE = RankStore()  # the store of the process group, if there is one
 
 
 class Iterated(Dataset[Sample_co], OwnStream):
-    """The base of all streams; ``Stream`` adds the methods that append steps."""
+    """The base of all streams; ``Stream`` adds methods that append steps."""
 
-    sources: "tuple[Iterated[Any], ...]" = ()  # the streams that it reads
+    sources: "tuple[Iterated[Any], ...]" = ()  # the streams that this stream reads
     leaves_out = False  # whether other samples take the places of failed ones
     refills = False  # whether the first samples are repeated until all ranks end
 
@@ -58,7 +58,7 @@ class Iterated(Dataset[Sample_co], OwnStream):
         self.reread: list[str] = [name for up in sources for name in up.reread]
 
     def __aiter__(self) -> "StreamIterator[Sample_co]":
-        """Return an iterator over this rank's part of an epoch.
+        """Return an iterator over this rank's part of the current epoch.
 
         Raises:
             StateMismatchError: If a loaded state lacks a reader of this rank.
@@ -89,7 +89,7 @@ class Iterated(Dataset[Sample_co], OwnStream):
         return iterator
 
     def set_epoch(self, epoch: int) -> None:
-        """Iterate in the order of ``epoch`` until another epoch is chosen."""
+        """Iterate in the order of ``epoch`` until the next call of ``set_epoch``."""
         self._epoch = operator.index(epoch)
         self._is_chosen = True
 
@@ -129,7 +129,7 @@ class Iterated(Dataset[Sample_co], OwnStream):
         """Let the ranks agree through a store of ``torch.distributed``.
 
         The first rank to arrive stores what it found (names, or the keys where a table
-        is cut). The others adopt it or raise an error, so no samples are lost or
+        is cut). Other ranks adopt this or raise an error, so no samples are lost or
         duplicated if the list changes. No rank waits for another. With the loader's
         ``tail`` they also agree on the end of an epoch of unknown length. Processes
         that read the same part, as tensor-parallel ones do, agree like ranks.
@@ -169,20 +169,19 @@ class Iterated(Dataset[Sample_co], OwnStream):
     def describe(self) -> State:
         """Return a JSON-serialisable description, which a loaded state must match.
 
-        It has all that determines the samples and their order: ``"kind"``, parameters,
-        and ``"of"``, the previous step's description. It leaves out the names of
-        shards, which the state itself has, the data's location, credentials, caches and
-        read-ahead. If names of the user's functions, under ``"function"``, differ,
-        there is only a warning.
+        It contains everything that determines the samples and their order: ``"kind"``,
+        parameters, and ``"of"``, the previous step's description. It omits the shard
+        names (which the state itself has), the data's location, credentials, caches and
+        read-ahead. Different function names (``"function"``) only cause a warning.
         """
         return {"kind": type(self).__name__}
 
     def ahead(self) -> Ahead:
-        """Return how far the stream may be read ahead of the samples passed on."""
+        """Return how far this stream may be read ahead of the samples passed on."""
         return min((source.ahead() for source in self.sources), default=Ahead.FREE)
 
     def total(self) -> int | None:
-        """Return how many samples all ranks have in an epoch; None if unknown."""
+        """Return the number of samples in an epoch of all ranks; None if unknown."""
         return None
 
     def is_mixed(self) -> bool:
@@ -190,13 +189,13 @@ class Iterated(Dataset[Sample_co], OwnStream):
         return len(self.sources) > 1 or any(up.is_mixed() for up in self.sources)
 
     def places(self) -> list[str]:
-        """Return labels of the sources, to distinguish equal descriptions."""
+        """Return labels of the sources, which distinguish equal descriptions."""
         return [place for source in self.sources for place in source.places()]
 
     def evened(self, tail: Tail, *, is_skipped: bool = False) -> Self:  # noqa: ARG002
         """Return a copy of the stream with equal parts for all ranks.
 
-        Its sources are evened, too, if its length is known. Their failed samples count
+        If the length is known, the sources are evened, too. Their failed samples count
         as samples, because this stream may fail after them.
         """
         is_known = self.total() is not None
@@ -229,9 +228,9 @@ class Iterated(Dataset[Sample_co], OwnStream):
         return EpochEndRounds(store, rank, ranks, subject, start, repr(self))
 
     def carried(self, state: State, passed: int, share: ReaderShare) -> State | None:  # noqa: ARG002
-        """Return a cursor's first state in the next epoch; None for the beginning.
+        """Return a reader's first state in the next epoch; None for the beginning.
 
-        In this epoch, ``passed`` samples were passed on after ``state``.
+        In this epoch, the reader passed on ``passed`` samples after ``state``.
         """
         return None
 
@@ -259,9 +258,9 @@ class Iterated(Dataset[Sample_co], OwnStream):
     def load_state_dict(self, state: State, *, strict: bool = True) -> None:
         """Start the next iteration where an iterator's ``state_dict`` was saved.
 
-        The state may come from another number of ranks if ``merge_states`` made it from
-        the states of all. It also sets the number of readers. The data may have moved,
-        but the chain of steps must be the same.
+        The number of ranks may differ if ``merge_states`` made the state from the
+        states of all ranks. The state also sets the number of readers. The data may
+        have moved, but the chain of steps must be the same.
 
         Args:
             state: The state.
@@ -292,9 +291,9 @@ IterableDataset.register(Iterated)
 
 
 class StreamIterator(BlockIterator, Generic[Sample_co]):
-    """One iteration of a stream: a loader pulls blocks, ``async for`` single samples.
+    """One iteration of a stream; a loader pulls blocks, ``async for`` single samples.
 
-    It reads the readers of an ``assignment``; ``agreement`` compares ranks' shards.
+    ``assignment``: the readers to use. ``agreement``: compares the ranks' shards.
     """
 
     reads_whole = True
@@ -335,7 +334,7 @@ class StreamIterator(BlockIterator, Generic[Sample_co]):
         self._stack = AsyncExitStack()
         self._cursors: list[Cursor] = []
         self._readers: OneReader | ReadersInTurn | None = None
-        # A position, and how many samples ``take`` has returned since.
+        # A state, and how many samples ``take`` has returned since it was made.
         self._mark: State | None = None
         self._since = 0
         # A mixture's state counts samples by source, so it is taken after each block.
@@ -396,15 +395,15 @@ class StreamIterator(BlockIterator, Generic[Sample_co]):
         return list(zip(blocks, states, strict=True))
 
     async def pull(self, limit: int | None, more: int = 0) -> Block:
-        """Return the samples at the next ``limit`` positions; the next one if None.
+        """Return the samples at the next ``limit`` positions; None means one sample.
 
         Up to ``more`` samples are read in advance if they come quickly. If the iterator
-        ``fills``, a block has 1 to ``limit`` samples, and is empty at the end;
-        otherwise some are empty. A ``FailedSample`` in a list is a failure; the
+        ``fills``, a block has 1 to ``limit`` samples, and is empty at the end.
+        Otherwise any block may be empty. A ``FailedSample`` in a list is a failure; the
         stream continues after it. Once cancelled, the iterator can only be closed.
 
         Raises:
-            StopAsyncIteration: At the end, if it does not fill or ``limit`` is None.
+            StopAsyncIteration: At the end, unless ``fills`` and ``limit`` is not None.
         """
         block: Block | None = None
         if not self._is_closed:
@@ -454,15 +453,15 @@ class StreamIterator(BlockIterator, Generic[Sample_co]):
         return ReadersInTurn(assignment, readers, self.at, self._shift)
 
     def state_dict(self) -> State:
-        """Return the position after the last sample returned, ready for JSON.
+        """Return the position after the last sample returned, as JSON-ready data.
 
-        It has the progress of all ranks, if they are in step, and the positions of this
+        It contains all ranks' progress, if they are in step, and the positions of this
         rank's readers. ``merge_states`` combines the states of all ranks.
         """
         return sealed(self.position())
 
     def position(self) -> State:
-        """Return ``state_dict`` without its checksum, which takes longer to compute."""
+        """Return ``state_dict`` without the checksum, which takes longer to compute."""
         if self._reading is not None or self._is_closed:
             return self._state
         if self._mark is None:
@@ -481,7 +480,7 @@ class StreamIterator(BlockIterator, Generic[Sample_co]):
         return state_of(**self._known, position=position, streams=streams, **end)
 
     async def aclose(self) -> None:
-        """Stop pending work and wait for its end; if cancelled, closing continues."""
+        """Stop pending work and wait until it ends; if cancelled, closing continues."""
         if self._closing is None:
             self._closing = _start(self._close())
         await asyncio.wait([self._closing])
@@ -495,12 +494,12 @@ class StreamIterator(BlockIterator, Generic[Sample_co]):
         await self._release()
 
     def _settle(self) -> None:
-        """Keep the current position, and refuse further reads."""
+        """Keep the current position as the final state, and refuse further reads."""
         self._state = self.position()
         self._is_closed = True
 
     async def _release(self) -> None:
-        """Close the readers; can be called again if it was cancelled."""
+        """Close the readers and cursors; may be called again if cancelled."""
         self._settle()
         async with self._stack:
             if self._readers is not None:
@@ -510,7 +509,7 @@ class StreamIterator(BlockIterator, Generic[Sample_co]):
         self._cursors = []
 
     def lifespan(self) -> Self:
-        """Return the iterator, a context manager that closes it."""
+        """Return this iterator, a context manager that closes the iterator on exit."""
         return self
 
     async def __aenter__(self) -> Self:

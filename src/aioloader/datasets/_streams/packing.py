@@ -1,8 +1,8 @@
 """The steps ``pack``, from documents to samples of one length, and ``unbatch``.
 
-A strategy of ``pack`` is a cursor that plans rows of pieces of documents, and has the
-position; ``Packed`` makes the arrays of many rows at once. Memory holds a block of rows
-and, for ``concat``, the open row and one read; for ``best_fit``, two windows.
+A strategy of ``pack`` is a cursor that plans rows of document pieces, and keeps the
+position. ``Packed`` makes the arrays of many rows at once. Memory holds a block of
+rows, and the open row and one read (``concat``) or two windows (``best_fit``).
 """
 
 import inspect
@@ -43,7 +43,7 @@ class Document(NamedTuple):
     """A document, or a piece of one."""
 
     tokens: Array  # integers, shape (length,)
-    mask: Array | None = None  # bool: which tokens are to be predicted; None: all
+    mask: Array | None = None  # bool: which tokens are to be predicted; None if all
 
     def part(self, start: int, stop: int | None = None) -> "Document":
         mask = None if self.mask is None else self.mask[start:stop]
@@ -55,7 +55,7 @@ class Document(NamedTuple):
         return int(self.tokens[index]) if is_counted else IGNORED
 
     def framed(self, bos: int | None, eos: int | None) -> "Document":
-        """Return the document between ``bos`` and ``eos``, if they are given.
+        """Return the document after ``bos`` and before ``eos``, unless these are None.
 
         ``bos`` is never predicted; ``eos`` is predicted if the last token is.
         """
@@ -79,7 +79,7 @@ NOTHING = Document(np.empty(0, np.int64))
 
 
 def document_of(sample: Any) -> Document:
-    """Return a sample as a document: integers, or ``input_ids`` and ``loss_mask``."""
+    """Convert a sample, integers or a mapping with ``input_ids``, to a document."""
     mask = None
     if isinstance(sample, Mapping):
         if "input_ids" not in sample:
@@ -101,7 +101,7 @@ def document_of(sample: Any) -> Document:
 
 
 def _array(values: Any, kinds: str, name: str) -> Array:
-    """Return values as a 1-D array; raise an error unless its dtype is in ``kinds``."""
+    """Return values as a 1-D array; raise an error for a dtype not in ``kinds``."""
     try:
         array = np.asarray(values)
     except (ValueError, RuntimeError) as error:
@@ -123,7 +123,7 @@ def _array(values: Any, kinds: str, name: str) -> Array:
 
 
 class PlannedRow(NamedTuple):
-    """A sample that is not made yet: its pieces of documents, and its last label."""
+    """The plan of a sample, which consists of document pieces and a last label."""
 
     pieces: list[Document]  # of documents; padding fills the rest
     following: int = IGNORED  # the last token's label, if labels are shifted
@@ -132,7 +132,7 @@ class PlannedRow(NamedTuple):
 def make_samples(
     rows: Sequence[PlannedRow], length: int, pad: int, *, shift: bool
 ) -> list[dict[str, Array]]:
-    """Return one sample per row; their arrays are views of shared ones."""
+    """Return one sample per row; the samples' arrays are views of shared arrays."""
     pieces, padded = list[Document](), list[tuple[int, int]]()
     for place, row in enumerate(rows):
         pieces += row.pieces
@@ -158,7 +158,7 @@ def make_samples(
 
 
 class DeliveredProgress(NamedTuple):
-    """Progress to record after a row or a failed document is delivered."""
+    """The progress to record once a row or a failed document is delivered."""
 
     documents: int  # how many more documents need not be read again
     offset: int = 0  # how many tokens of the next document are delivered
@@ -168,7 +168,7 @@ class DeliveredProgress(NamedTuple):
 def pack_best_fit(
     documents: Iterable[Document], length: int, overlong: Overlong
 ) -> list[PlannedRow]:
-    """Pack documents into rows by best fit, the longest first.
+    """Pack documents into rows by best fit, placing the longest pieces first.
 
     Source: best fit decreasing (Johnson, "Near-Optimal Bin Packing Algorithms", 1973),
     for documents: Ding et al., "Fewer Truncations Improve Language Modeling" (2024).
@@ -185,7 +185,7 @@ def pack_best_fit(
 
 
 def _cut(document: Document, length: int, overlong: Overlong) -> Iterable[PlannedRow]:
-    """Return a document as rows of one piece each, of up to ``length`` tokens."""
+    """Return a document as rows with one piece each, of up to ``length`` tokens."""
     size = len(document.tokens)
     if size <= length:
         return [PlannedRow([document])] if size else []
@@ -203,7 +203,7 @@ def _cut(document: Document, length: int, overlong: Overlong) -> Iterable[Planne
 
 
 def best_fit(sizes: Sequence[int], length: int) -> list[list[int]]:
-    """Pack sizes into bins of ``length``; return the positions in each bin."""
+    """Pack sizes into bins of ``length``; return the indices of each bin's sizes."""
     bins: list[list[int]] = []
     rooms: list[int] = []  # the different rooms left in bins, ascending
     with_room: defaultdict[int, list[list[int]]] = defaultdict(list)
@@ -232,7 +232,7 @@ def best_fit(sizes: Sequence[int], length: int) -> list[list[int]]:
 
 
 class Packed(Step):
-    """The step that makes samples of a strategy's rows; the strategy has its state."""
+    """The step ``pack``, which makes samples of the rows that a strategy plans."""
 
     kind = "pack"
     overshoots = True
@@ -278,12 +278,12 @@ class Packed(Step):
 
 
 class Concatenated(Step):
-    """The strategy ``concat``: rows of documents joined end to end.
+    """The strategy ``concat``, which cuts rows from documents joined end to end.
 
     The state is the position of the document in which the next row starts, and the
-    ``offset`` of the row's first token in it. ``failed``: documents, counted from that
-    one, whose errors were passed on; they are left out when they are read again.
-    ``lost``: the failed ones that could not be read, and must be unreadable again.
+    row's ``offset`` in that document. ``failed``: numbers of documents, counted from
+    that one, whose errors were passed on; if read again, they are left out. ``lost``:
+    numbers of those that could not be read, and must be unreadable again.
     """
 
     kind = "pack"
@@ -336,7 +336,7 @@ class Concatenated(Step):
     def _cut(
         self, limit: int
     ) -> list[tuple[PlannedRow | FailedSample, DeliveredProgress]]:
-        """Return up to ``limit`` rows and failures in order, with their progress."""
+        """Return up to ``limit`` rows and failures in order, each with its progress."""
         made: list[tuple[PlannedRow | FailedSample, DeliveredProgress]] = []
         while self._waiting and len(made) < limit:
             document = self._waiting[0]
@@ -377,14 +377,14 @@ class Concatenated(Step):
         return progress
 
     def _count_to_read(self, limit: int) -> int:
-        """Return how many documents to read for ``limit`` rows, by mean length."""
+        """Return how many documents to read for ``limit`` rows of mean length."""
         if not self._tokens:
             return min(limit, _MAX_DOCUMENTS)
         tokens = (limit - 1) * self.length + self._room  # to fill the rows
         return min(1 + tokens * self._read // self._tokens, _MAX_DOCUMENTS)
 
     def _check(self, block: Block) -> None:
-        """Check that the same documents are unreadable as when the state was saved."""
+        """Check that the unreadable documents are the same as at the save."""
         if self._read < self._num_known:
             check_replayed(block, self._read, self._num_known, self._lost)
 
@@ -441,7 +441,7 @@ def _is_quick(block: Block) -> bool:
 
 
 class BestFit(Windowed):
-    """The strategy ``best_fit``: rows packed by window, failed documents first."""
+    """The strategy ``best_fit``, which packs windows; failed documents come first."""
 
     kind = "pack"
     length: int
@@ -467,7 +467,7 @@ class BestFit(Windowed):
 def documents_of(
     samples: Iterable[Any], bos: int | None, eos: int | None
 ) -> list[Document | FailedSample]:
-    """Return samples as documents with ``bos`` and ``eos``; failures stay failures."""
+    """Convert samples to documents with ``bos`` and ``eos``; keep failed samples."""
     is_framed = bos is not None or eos is not None
     made: list[Document | FailedSample] = []
     for sample in samples:
@@ -485,9 +485,9 @@ def documents_of(
 class Unbatched(Step):
     """The step that passes on each sample's items as samples.
 
-    The position is the oldest sample with items not passed on yet, and how many of its
-    items were passed on. A list, a tuple or a block of columns is split at once; any
-    other sample is iterated in a thread, no further than needed.
+    The position consists of the oldest sample with items not yet passed on, and the
+    number of its items passed on. A list, a tuple or a block of columns is split at
+    once; any other sample is iterated in a thread, no further than needed.
     """
 
     kind = "unbatch"
@@ -512,7 +512,7 @@ class Unbatched(Step):
         return block
 
     async def _refill(self, limit: int) -> bool:
-        """Take samples for about ``limit`` items; return whether there are any."""
+        """Take samples for about ``limit`` items; return whether there are samples."""
         count = min(limit, 1 + limit * self._num_samples // max(1, self._num_items))
         if not (self.upstream.ready or await self.upstream.fill(count)):
             return False
@@ -522,7 +522,7 @@ class Unbatched(Step):
         return True
 
     async def _make_items(self, limit: int) -> Block:
-        """Return about ``limit`` items; record the lengths of samples that ended."""
+        """Return about ``limit`` items; record the lengths of the samples used up."""
         if self._is_quick:
             block, lengths = self._cut(limit)
         else:
@@ -534,7 +534,7 @@ class Unbatched(Step):
         return block
 
     def _cut(self, limit: int) -> tuple[Block, list[int]]:
-        """Return about ``limit`` items, and the lengths of samples that ended."""
+        """Return about ``limit`` items, and the lengths of the samples used up."""
         parts, lengths, count = list[Block](), list[int](), 0
         while self._samples and count < limit:
             sample = self._samples[0]
@@ -554,7 +554,7 @@ class Unbatched(Step):
         return join(parts), lengths
 
     def _items_of(self, sample: Any, limit: int) -> tuple[Any, bool]:
-        """Return the next items of the first sample, and whether there are no more."""
+        """Return the next items of the first sample, and whether it has no more."""
         if type(sample) is FailedSample:
             return [sample], True
         if isinstance(sample, _WHOLE):
@@ -582,9 +582,9 @@ class Unbatched(Step):
         return self._loaded or self._state_after(self._make_state(), (), self._passed)
 
     async def _replay(self, count: int, failed: list[int] | None) -> None:
-        """Drop the first sample's items passed on before; it may have fewer now.
+        """Drop the first sample's items passed on before; it may have fewer items now.
 
-        If it fails now, the error was not passed on before: an error ends a sample.
+        If the sample fails now, its error is new, because an error ends a sample.
         """
         if not await self._refill(1):
             check_replayed([], 0, count, failed)

@@ -1,4 +1,4 @@
-"""The readers of one rank: a single one, or several that take turns.
+"""The readers of one rank, either a single one or several that take turns.
 
 A reader that has ended leaves its turns empty, so the same samples are at the same
 positions for any number of ranks. A reader's state is at or before the first sample
@@ -31,9 +31,9 @@ _MAX_SAMPLES = 2048
 class OneReader:
     """A rank's only reader; the rank takes all of its samples.
 
-    ``position``: counts the samples taken, without failed ones if it ``leaves_out``.
-    ``ahead``: the most samples to read for single ones. ``known``: the reader's state;
-    the samples after it and before number ``wanted`` were already delivered.
+    ``position``: how many samples were taken, except failed ones if it ``leaves_out``.
+    ``ahead``: how many samples ``one`` may read at once. ``known``: the reader's state;
+    the samples between it and number ``wanted`` were already delivered.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class OneReader:
         self._has_ended = False
 
     def take_one(self) -> Block | None:
-        """Return the next sample, as a block; None if it is not ready."""
+        """Return the next sample as a block, or None if it is not ready."""
         if not self._cursor.ready:
             return None
         block = self._cursor.take(1)
@@ -66,18 +66,18 @@ class OneReader:
         return block
 
     def has_more(self, count: int = 1) -> bool:
-        """Tell whether ``count`` samples are ready to be taken."""
+        """Tell whether ``take`` can return ``count`` samples."""
         return self._cursor.ready >= count and not self._to_drop
 
     def take(self, size: int, most: int) -> list[Block]:
-        """Return up to ``most`` ready blocks of ``size``; stop at a failed sample."""
+        """Return up to ``most`` blocks of ``size`` ready samples before any failure."""
         blocks = self._cursor.take_blocks(size, most)
         self._taken += size * len(blocks)
         self.position += size * len(blocks)
         return blocks
 
     async def one(self) -> Block | None:
-        """Return the next sample, as a block; None at the end. May read in advance."""
+        """Return the next sample as a block, or None at the end; may read ahead."""
         if self._max_ahead == 1:
             return await self.pull(1)
         if not self._cursor.ready:
@@ -85,7 +85,7 @@ class OneReader:
         return self.take_one()
 
     async def _fill(self, limit: int, more: int) -> None:
-        """Read up to ``limit`` samples, and ``more`` if they come quickly."""
+        """Read up to ``limit`` samples, and up to ``more`` if samples come quickly."""
         began = time.perf_counter()
         await self._settle()
         ask = max(limit, min(self._ask, limit + more))
@@ -95,7 +95,7 @@ class OneReader:
         self._ask = min(2 * ask, _MAX_SAMPLES) if is_quick else max(1, ask // 4)
 
     async def pull(self, limit: int, more: int = 0) -> Block | None:
-        """Return from 1 to ``limit`` samples; None at the end."""
+        """Return 1 to ``limit`` samples or None at the end; may read ``more`` ahead."""
         if self._cursor.ready or (
             more and self._max_ahead > 1 and not self._leaves_out
         ):
@@ -113,7 +113,7 @@ class OneReader:
         return block if len(block) else None
 
     async def _settle(self) -> None:
-        """Pass taken samples on; drop those delivered before the state was saved."""
+        """Pass taken samples on; drop samples delivered before the state was saved."""
         self._pass()
         while self._to_drop:
             block = await self._cursor.pull(self._to_drop)
@@ -126,7 +126,7 @@ class OneReader:
         self._passed = self._taken
 
     def _count(self, block: Block) -> int:
-        """Count the samples of a pulled block; return how many positions it has."""
+        """Count a pulled block's samples as taken; return its number of positions."""
         count = len(block)
         if self._leaves_out and isinstance(block, list):
             count -= sum(type(sample) is FailedSample for sample in block)
@@ -144,14 +144,14 @@ class OneReader:
         return self._has_ended and not self._cursor.ready
 
     async def aclose(self) -> None:
-        """Do nothing: no read is pending."""
+        """Do nothing, because no read is pending."""
 
 
 class Reader:
-    """One reader's samples for this rank: ``wanted``, then every ``stride``-th.
+    """One of several readers: this rank takes every ``stride``-th of its samples.
 
-    ``known`` is its state. Without a ``cursor`` it has ended; once it ``has_ended``,
-    only the samples that are ``ready`` are left.
+    The first is number ``wanted``. ``known`` is the state to start from. ``cursor`` is
+    None if the reader had ended then. After its end, only ``ready`` samples remain.
     """
 
     def __init__(
@@ -171,7 +171,7 @@ class Reader:
         return part
 
     async def fill(self, count: int) -> None:
-        """If no sample is ready, read about ``count``; at least one, or to the end."""
+        """If no sample is ready, read from 1 to about ``count``, or none at the end."""
         cursor, stride = self.cursor, self._stride
         while not (len(self.ready) or self.has_ended):
             assert cursor is not None
@@ -187,7 +187,7 @@ class Reader:
             self._wanted += len(self.ready) * stride
 
     def _pass(self, delivered: int) -> int:
-        """Pass on the samples that all ranks delivered; return how many, in all."""
+        """Pass on the samples that all ranks delivered; return their total number."""
         passed: int = max(self._passed, min(delivered, self._read))
         if self.cursor is not None and passed > self._passed:
             self.cursor.pass_on(passed - self._passed)
@@ -207,8 +207,8 @@ class Reader:
 class ReadersInTurn:
     """A rank's readers, which take turns, one sample at a time.
 
-    ``position`` counts the positions of this rank taken so far, with empty turns. The
-    position of all ranks is ``position * ranks + shift``.
+    ``position``: how many positions this rank has taken, including empty turns. All
+    ranks together are at position ``position * ranks + shift``.
     """
 
     def __init__(
@@ -227,10 +227,10 @@ class ReadersInTurn:
         # The interleaved block, its number of positions, and how many were taken.
         self._interleaved: Block = []
         self._length = self._passed = 0
-        self._before: list[int] = [0]  # samples before each place of a round
+        self._before: list[int] = [0]  # samples before each position of a round
 
     def _take(self, limit: int) -> Block | None:
-        """Return interleaved samples at the next positions; None if none is left."""
+        """Return the samples at up to ``limit`` positions; None if none is left."""
         start = self._passed
         if start >= self._length:
             return None
@@ -239,7 +239,7 @@ class ReadersInTurn:
         return self._interleaved[self._samples(start) : self._samples(stop)]
 
     def _samples(self, positions: int) -> int:
-        """Return how many samples the first ``positions`` of the block have."""
+        """Return how many samples the first ``positions`` of the block contain."""
         rounds, places = divmod(positions, len(self._readers))
         return rounds * self._before[-1] + self._before[places]
 
@@ -283,7 +283,7 @@ class ReadersInTurn:
         return bool(ready)
 
     async def _fill(self, order: Sequence[Reader], limit: int) -> None:
-        """Read concurrently, until each reader has samples or has ended."""
+        """Fill empty readers concurrently, until each one has samples or has ended."""
         is_list = isinstance(self._interleaved, list)
         # More than needed: reading one sample costs as much as reading many.
         most = min(_MAX_PULLS * limit, SAMPLES_PER_READ) if is_list else ROWS_PER_READ

@@ -1,9 +1,9 @@
-"""The interface of sharded formats: list the shards, and read one from a position.
+"""The interface of sharded formats, which list shards and read one from a position.
 
 Everything common to tar files, tables and rows (order, interleaving, shuffling, sharing
 among readers, state) is built on ``ShardFormat`` and ``ShardReader`` alone. A
-``BlockReader`` makes blocks in steps, one step at a time; memory holds the blocks of a
-step, and with ``is_ahead`` those of the next one.
+``BlockReader`` makes blocks in steps, one step at a time. Memory holds the blocks of a
+step, and with ``is_ahead`` also the next step's.
 """
 
 import abc
@@ -52,15 +52,15 @@ class ShardReader(abc.ABC):
         """Start reading ahead before the first pull. Calling it is optional."""
 
     def positions(self) -> Callable[[int], ShardPosition] | None:
-        """Return a function of ``n``: the position after a block's ``n``-th sample.
+        """Return a function from ``n`` to the position after a block's ``n``-th sample.
 
-        The block is the last one returned. None: a state counts samples from the
-        position before a block, which is right if a shard's samples never change.
+        The block is the last one that ``pull`` returned. Without it, a state counts
+        samples from the position before a block, so a shard's samples must not change.
         """
         return None
 
     def version(self) -> tuple[str, Version] | None:
-        """Return the redacted address and the version; None if not known (yet).
+        """Return the shard's redacted address and version; None if not known (yet).
 
         A state includes a known version. ``open`` gets it in the position, to check
         that the shard is the same.
@@ -71,14 +71,14 @@ class ShardReader(abc.ABC):
         """Return how many bytes were requested and not yet pulled.
 
         Small shards are opened in advance while these bytes fit in half of the budget.
-        None until the shard's size is known: its reader may request up to an eighth of
-        the budget (``START_DIVISOR``) before it is pulled. Infinite if the size is
-        never known: then no other shard is opened until this one is the current one.
+        It is None until the shard's size is known; up to an eighth of the budget
+        (``START_DIVISOR``) may then be requested before the first pull. It is infinite
+        if the size is never known; then no shard is opened in advance after this one.
         """
         return math.inf
 
     def is_draining(self) -> bool:
-        """Tell whether all bytes were requested; then another shard may be opened."""
+        """Tell whether all bytes were requested; if so, another shard may be opened."""
         return False
 
     async def aclose(self) -> None:  # noqa: B027  (a default)
@@ -104,49 +104,49 @@ class ShardFormat(abc.ABC, Generic[Shard]):
 
         Args:
             stack: Closes, after the iteration, the resources that the shards share.
-            known: The ``summary`` in the state, or the first rank's; else None. A
-                format that cuts its shards itself cuts them at the same places again.
+            known: The summary in a loaded state, or the first rank's, or None. A format
+                that cuts its shards itself must cut at the same positions again.
         """
 
     @abc.abstractmethod
     def summary(self, shards: Sequence[Shard]) -> Summary:
-        """Return a summary of ``shards`` for a state: small, and JSON-serialisable.
+        """Return a small JSON-serialisable summary of ``shards``, to keep in a state.
 
         A state is loaded only if the shards found have an equal summary. It includes
-        ``"count"``, their number.
+        ``"count"``, the number of shards.
         """
 
     @abc.abstractmethod
     def open(self, shard: Shard, position: ShardPosition, budget: int) -> ShardReader:
-        """Return a reader of ``shard`` from ``position`` on (``{}``: its beginning).
+        """Return a reader of ``shard`` that starts at ``position``.
 
         Args:
             shard: One of ``shards``.
-            position: What a reader's ``position`` returned.
+            position: The result of a reader's ``position``, or ``{}`` for the start.
             budget: Bytes that the reader may read ahead of the pulls.
         """
 
     def describe(self) -> dict[str, Any]:
         """Return the settings that decide a shard's samples, as JSON-serialisable data.
 
-        Columns or an encoding, for example: a state with another description is
+        Examples are columns or an encoding. A state with another description is
         refused. Leave out the shards' location, and secrets.
         """
         return {}
 
     def count(self, shards: Sequence[Shard]) -> int:
-        """Return the number of shards, without those known to be empty."""
+        """Return the number of shards, not counting those known to be empty."""
         return len(shards)
 
     async def cut(self, shards: Sequence[Shard], count: int) -> Sequence[Shard]:  # noqa: ARG002
         """Cut shards into ``count`` parts with the same samples in the same order.
 
-        Called if there are fewer shards than readers. If no shard can be cut, they are
-        returned as they are. All ranks must get the same cuts; ``summary`` must include
-        what decides them.
+        Called if there are fewer shards than readers. A format that cannot cut returns
+        the shards unchanged. All ranks must get the same cuts; ``summary`` must include
+        what decides the cuts.
 
         Raises:
-            ValueError: If only some can be cut; the message says what to do.
+            ValueError: If there would be fewer parts; the message says what to do.
         """
         return shards
 
@@ -158,21 +158,21 @@ class ShardFormat(abc.ABC, Generic[Shard]):
     ) -> Sequence[int] | None:
         """Return the lengths of the shards, all in one unit; None if any is unknown.
 
-        They make readers' shares equal. With ``must``, ask the store for missing ones.
+        They equalise readers' shares. With ``must``, ask the store for unknown ones.
         """
         return None
 
     def open_together(self, shards: Sequence[Shard], budget: int) -> list[ShardReader]:  # noqa: ARG002
-        """Return started readers of the first few of ``shards``; by default, of none.
+        """Start readers of the first few ``shards``, and return them; by default none.
 
-        For small shards that can be read together. In all, the readers may read
-        ``budget`` bytes ahead of the pulls.
+        This is for small shards that can be read together. The readers together may
+        read ``budget`` bytes ahead of the pulls.
         """
         return []
 
 
 def summary_of(addresses: Iterable[Address]) -> Summary:
-    """Return a summary: the count of shards, and a digest of their ``names_of``."""
+    """Return a summary with the number of shards, and a digest of ``names_of``."""
     names = names_of(addresses)
     digest = blake2b(digest_size=8)
     # In parts, so that other threads get a turn.
@@ -185,7 +185,7 @@ def summary_of(addresses: Iterable[Address]) -> Summary:
 def names_of(addresses: Iterable[Address]) -> list[str]:
     """Return the names of shards, relative to their deepest common directory.
 
-    They include no queries, which hold signatures, and no accounts.
+    The names include neither accounts nor queries, which may hold signatures.
     """
     plain = [name_of(address) for address in addresses]
     parts = [plain[start : start + _CHUNK] for start in range(0, len(plain), _CHUNK)]
@@ -200,8 +200,8 @@ def names_of(addresses: Iterable[Address]) -> list[str]:
 class BlockReader(ShardReader):
     """The base of readers that make the blocks of a shard in steps.
 
-    A subclass implements the steps, and positions made of ``mark`` and ``taken + skip``
-    or of ``passed + skip`` alone.
+    A subclass implements ``make`` and ``position``. A position consists of ``mark`` and
+    ``taken + skip``, or only of ``passed + skip``.
     """
 
     is_ahead = False  # whether the next step runs while blocks are passed on
@@ -229,14 +229,14 @@ class BlockReader(ShardReader):
         """Make the next blocks, usually by ``gather`` in a thread; runs in a task."""
 
     async def make_here(self) -> PositionedBlocks | None:
-        """Make the next blocks on the loop if that is quick; else return None."""
+        """Make the next blocks on the loop if that is quick; otherwise return None."""
         return None
 
     async def interrupt(self) -> None:
         """End the wait of a step that blocks the reader's thread."""
 
     async def release(self) -> None:
-        """Release open resources; no step runs any more."""
+        """Release open resources. Called when no step is running."""
 
     def gather(self, blocks: Iterable[tuple[Any, Block]]) -> PositionedBlocks:
         """Collect the blocks of a step, joining adjacent lists. Runs in any thread.
@@ -256,7 +256,7 @@ class BlockReader(ShardReader):
         return made
 
     def own_thread(self) -> ThreadPoolExecutor:
-        """Return the reader's thread, which may block, unlike the loop's threads."""
+        """Return the reader's own thread; unlike the loop's threads, it may block."""
         self.thread = self.thread or ThreadPoolExecutor(1, "aioloader")
         return self.thread
 

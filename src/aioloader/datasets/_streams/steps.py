@@ -1,4 +1,4 @@
-"""The steps of a stream: each is a cursor over the previous step's cursor."""
+"""The steps of a stream, each of which is a cursor over the previous step's cursor."""
 
 import asyncio
 import os
@@ -32,20 +32,20 @@ from aioloader.errors import DatasetError
 
 # Least samples per thread: for fewer, a thread costs more than it saves.
 _MIN_SAMPLES = 4
-# Most samples of a window to pull at once, or to free: more would block other tasks.
+# Most samples of a window to pull or to free at once; more would block other tasks.
 _MAX_PULL = 1 << 13
-# Empty passes in a row after which an endless stream is an error. A single one is not:
-# with shuffled shards, a reader's share may be empty in one pass, but not in the next.
+# Empty passes in a row after which an endless stream is an error. One is no error, as
+# with shuffled shards a reader's share may be empty in one pass, but not in the next.
 _EMPTY_PASSES = 8
 
 
 class Step(Cursor):
-    """The base of steps: a cursor over ``upstream``; parameters become attributes."""
+    """The base of steps, which read ``upstream``; parameters become attributes."""
 
     kind: ClassVar[str]
-    is_one_to_one = False  # whether it passes on as many samples as it gets
+    is_one_to_one = False  # whether it makes as many samples as it gets
     keeps_places = False  # whether its nth sample is made from the nth it gets
-    starts: ClassVar[State] = {}  # its entries of the state at the beginning
+    starts: ClassVar[State] = {}  # the step's entries of the state at the beginning
 
     def __init__(
         self, upstream: Cursor, state: State, reading: Reading, **parameters: Any
@@ -69,7 +69,7 @@ class Step(Cursor):
         return {"up": self.upstream.state(), **self.own}
 
     async def _replay(self, count: int, failed: list[int] | None) -> None:
-        if self.keeps_places:  # it need not make them again
+        if self.keeps_places:  # the step need not make the samples again
             await skip(self.upstream.pull, count, failed)
         else:
             await super()._replay(count, failed)
@@ -81,7 +81,7 @@ class Step(Cursor):
         return self.upstream.passes()
 
     def _made_nothing(self, since: int | None) -> int | None:
-        """Return the first pass without samples: ``since``, or else the current one.
+        """Return ``since``, the first empty pass; if it is None, the current pass.
 
         Called after a read that made no sample. Several whole passes without samples
         are an error: the stream would never end, and other ranks would wait.
@@ -113,7 +113,7 @@ class Mapped(Step):
         return self._call(self.function, block)
 
     def _call(self, function: Callable[[Any], Any], block: Block) -> list[Any]:
-        """Apply a function to each sample; its error becomes a ``FailedSample``."""
+        """Apply a function to each sample; an error makes it a ``FailedSample``."""
         made: list[Any] = []
         for sample in block:
             try:
@@ -132,7 +132,7 @@ class Mapped(Step):
 
 
 class Decoded(Mapped):
-    """The step ``decode``: CPU work, so threads share each block, in order."""
+    """The step ``decode``, in which threads share each block's CPU work, in order."""
 
     kind = "decode"
 
@@ -154,7 +154,7 @@ def _threads() -> int:
 
 
 class Filtered(Mapped):
-    """The step ``filter``: keeps samples for which a function returns true."""
+    """The step ``filter``, which keeps samples for which a function returns true."""
 
     kind = "filter"
     is_one_to_one = keeps_places = False
@@ -180,10 +180,10 @@ class Filtered(Mapped):
 
 
 class MappedAsync(Step):
-    """The step ``map`` with a coroutine function: concurrent calls, ordered results.
+    """The step ``map`` with a coroutine function; calls overlap, results keep order.
 
-    The next call starts when one ends, even without a pull. Memory holds up to 1.5
-    times ``concurrency`` waiting samples, and twice ``concurrency`` calls and results.
+    A call starts when another ends, even without a pull. Memory holds up to 1.5 times
+    ``concurrency`` waiting samples, and twice ``concurrency`` calls and results.
     """
 
     kind = "map"
@@ -217,7 +217,7 @@ class MappedAsync(Step):
         return made
 
     def _refill(self, _ended: Any = None) -> None:
-        """Start calls, and read more samples for later ones."""
+        """Start calls for waiting samples, and read samples for later calls."""
         reading = self._reading
         if reading is not None and reading.done() and not reading.cancelled():
             # An error stays in the task, and is raised after the last result.
@@ -261,7 +261,7 @@ class MappedAsync(Step):
 async def _call_async(
     function: Callable[[Any], Awaitable[Any]], sample: Any, stage: str
 ) -> Any:
-    """Apply a coroutine function to a sample; its error becomes a ``FailedSample``."""
+    """Apply a coroutine function to a sample; turn an error into a ``FailedSample``."""
     if type(sample) is FailedSample:
         return sample
     try:
@@ -279,7 +279,7 @@ def failed_in(error: BaseException, stage: str) -> FailedSample:
 
 
 class Tokenized(Mapped):
-    """The step ``tokenize``: arrays of tokens from texts, ``batch`` at a time."""
+    """The step ``tokenize``, which makes token arrays of texts, ``batch`` at a time."""
 
     kind = "tokenize"
     overshoots = prefetches = True
@@ -307,7 +307,7 @@ class Tokenized(Mapped):
 
 
 class Taken(Step):
-    """The step ``take``: passes on the first samples, and reads no others."""
+    """The step ``take``, which passes on the first samples, and reads no others."""
 
     kind = "take"
     starts: ClassVar[State] = {"left": 0}
@@ -324,10 +324,10 @@ class Taken(Step):
 
 
 class Skipped(Step):
-    """The step ``skip``: reads and drops the first samples, and passes on the rest.
+    """The step ``skip``, which drops the first samples and passes on the rest.
 
-    Unreadable samples among the first are passed on: one may be a whole shard, instead
-    of which samples of other shards were dropped.
+    Unreadable samples among the first are passed on. One may be a whole shard, so that
+    samples of other shards were dropped instead.
     """
 
     kind = "skip"
@@ -344,13 +344,13 @@ class Skipped(Step):
 
 
 class Batched(Step):
-    """The step ``batch``: makes lists or columns; failed samples come before them."""
+    """The step ``batch``, which makes lists or columns; failed samples come first."""
 
     kind = "batch"
     overshoots = True
     size: int
     drop_last: bool
-    # How many failures of the next batch were passed on; which ones were unreadable.
+    # How many failures of the next batch were passed on, and which were unreadable.
     _passed_failures, _lost = 0, list[int]()
 
     async def _replay(self, count: int, failed: list[int] | None) -> None:
@@ -389,7 +389,7 @@ class Windowed(Step):
 
     The stream is cut into windows, so that the state is a position, not a buffer. A
     window's unreadable samples come first in its block. So once any sample was passed
-    on, the next step can check that the same ones fail when the block is made again.
+    on, the next step can check that the same samples fail if the block is made again.
     Memory holds two windows: one is passed on while the next one is read.
     """
 
@@ -399,7 +399,7 @@ class Windowed(Step):
     seed: int
 
     async def _arranged(self, parts: list[Block], good: int) -> Block:
-        """Return a window's ``parts``, which have ``good`` samples, as one block."""
+        """Return a window's ``parts``, which contain ``good`` samples, as one block."""
         raise NotImplementedError
 
     async def _make(self, limit: int) -> Block:  # noqa: ARG002  (a window)
@@ -413,7 +413,7 @@ class Windowed(Step):
             since = self._made_nothing(since)
 
     async def _window(self) -> tuple[list[Block], list[FailedSample], int]:
-        """Return a window's readable samples, its unreadable ones, and their total."""
+        """Return a window's readable samples, unreadable samples, and total number."""
         parts: list[Block] = []
         count, lost = 0, list[FailedSample]()
         while count < self.size:
@@ -439,7 +439,7 @@ class Windowed(Step):
 
 
 class Shuffled(Windowed):
-    """The step ``shuffle``: permutes samples within windows."""
+    """The step ``shuffle``, which permutes samples within windows."""
 
     kind = "shuffle"
     is_one_to_one = True
@@ -461,11 +461,11 @@ class Shuffled(Windowed):
 
 
 class Repeated(Step):
-    """The step ``repeat``: reads the stream again from its beginning.
+    """The step ``repeat``, which reads the stream again from its beginning.
 
     For the previous steps each pass is a separate epoch, so shuffles differ. Without
     ``times``, several empty passes in a row are an error, because other ranks would
-    wait for this one. A pass in which all samples failed is always an error: if errors
+    wait for this rank. A pass in which all samples failed is always an error: if errors
     are skipped, an endless stream would never end.
     """
 
@@ -521,16 +521,16 @@ class Repeated(Step):
 
 
 class EpochPart(Step):
-    """The step ``epoch_length``: a reader's part of an epoch of an endless stream.
+    """The step ``epoch_length``, which cuts a reader's part of an epoch from a stream.
 
-    The first ``real`` of its ``count`` samples are not padding; the next epoch starts
+    The first ``real`` of the ``count`` samples are not padding; the next epoch starts
     after these. If it ``leaves_out`` failed samples, others replace them. If readers
     take turns, a failed sample comes with its substitute (``FailedSample.then``), so
     every count of samples, even ``taken``, is a count of positions.
     """
 
     kind = "epoch_length"
-    # Samples made; those of the previous epoch to drop; the state before the padding.
+    # Samples made; samples of the last epoch to drop; the state before the padding.
     starts: ClassVar[State] = {"given": 0, "again": 0, "next": None}
     count: int
     real: int
@@ -547,7 +547,7 @@ class EpochPart(Step):
         self.in_turns = before
 
     async def _pull_positions(self, limit: int) -> Block:
-        """Return the next positions' samples, each with those that failed before it."""
+        """Return the next positions' samples, each with the failures before it."""
         block = await self.upstream.pull(limit)
         if not self.leaves_out or not isinstance(block, list):
             return block

@@ -1,1 +1,1 @@
-"""Writing shards: how samples are encoded, and destinations in folders and stores."""
+"""The encoding of samples to write, and destinations in folders and stores."""

@@ -1,7 +1,7 @@
-"""Destinations of shards and token files; readers see only complete ones.
+"""Destinations of shards and token files, which readers see only once complete.
 
 A local shard is written under a unique hidden name, synchronized and renamed. An object
-is uploaded in parts, and exists once the upload is completed; a killed process leaves
+is uploaded in parts, and exists once the upload is completed. A killed process leaves
 invisible parts, which a lifecycle rule of the bucket should remove after some days.
 Memory holds the parts in flight.
 
@@ -42,11 +42,11 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# Size of an upload's parts, and those in flight. S3 allows 10,000 parts, so 80 GB.
+# An upload's bytes per part, and parts in flight. S3's 10,000 parts allow 80 GB.
 _PART_BYTES, _PARTS = 8 << 20, 4
 _PARTIAL = ".partial"
 _DRAIN_SECONDS = 5.0
-# Yields the bytes of an index, given the file of sizes.
+# Yields the bytes of an index, given the file of documents' sizes.
 MakeIndex: TypeAlias = Callable[[BinaryIO], Iterator[bytes]]
 _SIZE_BYTES = 4
 
@@ -66,9 +66,9 @@ def make_sink(
 
 
 def threaded(method: Callable[..., T]) -> Callable[..., Coroutine[Any, Any, T]]:
-    """Make a method run in a thread; a cancelled caller waits for its end.
+    """Make a method run in a thread; a cancelled caller waits until the method ends.
 
-    An OSError without a file name, as of a full disk, gets the sink's label.
+    An OSError without a file name, as for a full disk, gets the sink's label.
     """
 
     @functools.wraps(method)
@@ -84,7 +84,7 @@ def threaded(method: Callable[..., T]) -> Callable[..., Coroutine[Any, Any, T]]:
 
 
 class FolderSink:
-    """A directory, created if missing, to which one shard at a time is written."""
+    """A directory, created if missing, to which one shard is written at a time."""
 
     def __init__(self, folder: str) -> None:
         self.label = folder
@@ -93,9 +93,9 @@ class FolderSink:
 
     @threaded
     def open(self, name: str) -> dict[str, int]:
-        """Return all files' sizes by name; remove the leftovers of writer ``name``."""
+        """Return all files' sizes by name; remove leftovers of the writer ``name``."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        # Excludes a writer whose name only starts with ``name``.
+        # Excludes files of writers whose names only start with ``name``.
         file = rf"{re.escape(name)}-(\d+\.\w+(\.idx)?|shards\.json)"
         leftover = re.compile(rf"\.{file}(\.\w+)?{re.escape(_PARTIAL)}")
         sizes: dict[str, int] = {}
@@ -111,7 +111,7 @@ class FolderSink:
 
     @threaded
     def read(self, file: str) -> bytes | None:
-        """Return the contents of a small file; None if there is none."""
+        """Return the contents of a small file; None if it is missing or empty."""
         return _contents(self._folder / file) or None  # ``swap`` may make it empty
 
     @threaded
@@ -122,7 +122,7 @@ class FolderSink:
 
     @threaded
     def swap(self, file: str, before: bytes | None, data: bytes) -> bool:
-        """Replace a small file if its contents are ``before``; return whether they are.
+        """Replace a small file if it contains ``before``; return whether it did.
 
         If the file system has locks, only one of several concurrent writers succeeds.
         """
@@ -170,7 +170,7 @@ class FolderSink:
 
 
 class _Partial(FileIO):
-    """A file under a hidden name, until it is renamed to ``path``."""
+    """A file with a unique hidden name, until it is renamed to ``path``."""
 
     def __init__(self, path: Path) -> None:
         # A unique name: no other writer writes to it or renames it, even by mistake.
@@ -184,7 +184,7 @@ class _Partial(FileIO):
             left = left[self.write(left) :]
 
     def rename(self) -> None:
-        """Sync the bytes to the disk, then give the file its final name."""
+        """Sync the file to the disk, then rename it to its final name."""
         os.fsync(self.fileno())
         self.close()
         try:
@@ -202,7 +202,7 @@ class _Partial(FileIO):
 
 
 def sync_folder(path: Path) -> None:
-    """Sync a directory to the disk, so that its new names survive a crash."""
+    """Sync a directory to the disk, so that renames in it survive a crash."""
     folder = os.open(path, os.O_RDONLY)
     try:
         os.fsync(folder)
@@ -211,14 +211,14 @@ def sync_folder(path: Path) -> None:
 
 
 def is_at(file: BinaryIO, path: Path) -> bool:
-    """Tell whether an open file is still the one at ``path``."""
+    """Tell whether an open file is still the file at ``path``."""
     with contextlib.suppress(FileNotFoundError):
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     return False
 
 
 class StoreSink:
-    """A sink like ``FolderSink``, but for a store or a folder in one."""
+    """A sink like ``FolderSink``, but for an object store or a folder in it."""
 
     def __init__(self, source: ObstoreStore) -> None:
         self.label = source.label
@@ -228,7 +228,7 @@ class StoreSink:
         self._upload: Any = None
 
     async def open(self, name: str) -> dict[str, int]:  # noqa: ARG002  (parts are invisible)
-        """Return the sizes of the objects directly in the folder, by name."""
+        """Return the sizes of the folder's objects by name, without subfolders."""
         obstore = import_obstore()
         listed = await self._request("list", "", obstore.list_with_delimiter_async)
         return {meta["path"]: meta["size"] for meta in listed["objects"]}
@@ -237,7 +237,7 @@ class StoreSink:
         return (await self._version(file))[0]
 
     async def _version(self, file: str) -> tuple[bytes | None, Any]:
-        """Return a small object, and the write mode that replaces only this version."""
+        """Return a small object, and the write mode that replaces only its version."""
         get = functools.partial(import_obstore().get_async, path=file)
         try:
             got = await self._request("read", file, get)
@@ -275,7 +275,7 @@ class StoreSink:
         raise failure
 
     async def write(self, file: str, data: bytes) -> None:
-        """Append bytes to the current shard; wait while many parts are in flight."""
+        """Append bytes to the current shard; wait if too many parts are in flight."""
 
         def send(store: "ObjectStore") -> Any:
             if self._upload is None:
@@ -292,7 +292,7 @@ class StoreSink:
         self._upload = None
 
     async def aclose(self) -> None:
-        """Discard an incomplete shard, and end all requests."""
+        """Discard an incomplete shard, and wait until all requests have ended."""
         try:
             if self._upload is not None:
                 error = RuntimeError("aborted")
@@ -342,7 +342,7 @@ class FileSink:
 
     @threaded
     def open(self) -> tuple[bytes | None, bool]:
-        """Return an earlier writer's sidecar or None, and whether it has finished."""
+        """Return an earlier writer's sidecar or None, and whether it had finished."""
         if self._path.is_dir():
             raise StateMismatchError(
                 f"{self.label!r} is a directory: name a file in it, such as "
@@ -378,7 +378,7 @@ class FileSink:
 
     @threaded
     def append(self, data: bytes, sizes: bytes, sidecar: bytes) -> None:
-        """Append tokens and documents' sizes; sync them, then record them as valid."""
+        """Append tokens and documents' sizes; sync both, then record both as valid."""
         self._write(data, sizes)
         for file in (self._tokens, self._sizes):
             if data and file is not None:
@@ -398,7 +398,7 @@ class FileSink:
         if make_index is not None and self._index is not None:
             _replace(self._index, make_index(self._sizes))
         _replace(self._sidecar, [sidecar])
-        # The file is still open, and so locked for this writer.
+        # The file is still open, so this writer still has its lock.
         self._growing.replace(self._path)
         self._is_empty = False
         sync_folder(self._path.parent)
@@ -412,9 +412,9 @@ class FileSink:
 
     @threaded
     def aclose(self) -> None:
-        """Close the files; remove them if there is nothing to resume."""
+        """Close the files; remove them if they hold nothing to resume."""
         if self._is_empty:
-            with contextlib.suppress(OSError):  # the writer raises an earlier one
+            with contextlib.suppress(OSError):  # the writer raises an earlier error
                 self._clean()
                 self._growing.unlink(missing_ok=True)  # while it is locked
             self._is_empty = False
@@ -443,7 +443,7 @@ class ObjectSink:
         self._sizes: BinaryIO | None = None
 
     async def open(self) -> tuple[bytes | None, bool]:
-        """Return the sidecar of a finished object, and whether there is one."""
+        """Return a finished object's sidecar or None, and whether the object exists."""
         if self._name in await self._sink.open(""):
             return await self._sink.read(f"{self._name}.json"), True
         self._sizes = await in_thread(tempfile.TemporaryFile)
@@ -489,7 +489,7 @@ def _contents(path: Path) -> bytes | None:
 
 
 def _replace(path: Path, pieces: Iterable[bytes]) -> None:
-    """Write a file, completely or not at all. For one writer at a time."""
+    """Write a file, completely or not at all. Only one writer may do so at a time."""
     hidden = path.with_name(f".{path.name.removeprefix('.')}.new")
     with hidden.open("wb") as file:
         file.writelines(pieces)

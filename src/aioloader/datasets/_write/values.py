@@ -29,7 +29,7 @@ _REPR.maxother = 60
 
 
 def members_of(key: Any, sample: Mapping[str, Any]) -> bytes:
-    """Return a sample as tar members with headers, the same bytes in each run."""
+    """Return a sample as tar members with headers; the bytes are equal in all runs."""
     named = [(n.lower(), v) for n, v in sample.items() if not n.startswith("__")]
     members = dict(named)
     if not members or len(members) < len(named):
@@ -71,7 +71,7 @@ def table_of(
     """Return rows as a pyarrow table, with the given schema or an inferred one.
 
     If a row would not be read back unchanged, remove it from ``rows`` and raise a
-    ValueError. ``first``: the first row's number. ``may_round``: allow rounding.
+    ValueError. ``first``: the first row's number. ``may_round``: accept rounding.
     """
     fields: dict[str, Any] = dict.fromkeys(name for row in rows for name in row)
     if schema is not None:
@@ -102,7 +102,7 @@ def _is_number(kind: Any) -> bool:
 
 
 def _to_list(value: Any, *, keeps: bool) -> Any:
-    """Return a non-1-D array as lists or a scalar; if ``keeps``, with its dtype."""
+    """Convert a non-1-D array to lists or a scalar, of NumPy types if ``keeps``."""
     if not isinstance(value, np.ndarray) or value.ndim == 1:
         return value
     if not keeps:
@@ -113,7 +113,7 @@ def _to_list(value: Any, *, keeps: bool) -> Any:
 def _first_unfit(
     make: Callable[[list[Any]], Any], values: list[Any]
 ) -> tuple[int, str]:
-    """Return the index of the first value that does not fit, and why."""
+    """Return the index of the first value that ``make`` refuses, and its message."""
 
     def why(count: int) -> str:
         try:
@@ -130,7 +130,7 @@ def _first_unfit(
 def _array(pa: Any, field: Any, values: list[Any], *, may_round: bool) -> Any:
     """Return a pyarrow array of exactly these values, of the field's type if given.
 
-    Check this, because pyarrow silently truncates: 0.75 as int64, fields of structs.
+    Check them, because pyarrow silently truncates 0.75 to int64, and drops fields.
     """
     kind: Any = None if field is None else field.type
     guess: Any = None
@@ -189,7 +189,7 @@ def _is_kept(value: Any, read: Any, *, may_round: bool) -> bool:
 
 
 def copied(value: Any) -> Any:
-    """Return a copy of a value, which the caller cannot change before it is written."""
+    """Return a copy of a value, so that the caller cannot change what is written."""
     if isinstance(value, torch.Tensor):
         return value.detach().cpu().numpy().copy()
     if isinstance(value, np.ndarray):
@@ -216,7 +216,7 @@ def bytes_of(value: Any) -> int:
 
 
 class Output(io.BytesIO):
-    """A file for pyarrow; ``tell`` also counts the bytes that ``taken`` removed."""
+    """A memory file for pyarrow; ``tell`` also counts bytes that ``taken`` removed."""
 
     _taken = 0
 
