@@ -170,7 +170,7 @@ class FetchedRanges:
     # -- in the thread --------------------------------------------------------------
 
     def read(self, start: int, stop: int) -> Buffer:
-        """Return bytes of the file; wait for their requests, and raise any error."""
+        """Return a byte range; wait for its requests, and raise their errors."""
         if self.tail and start >= (tail_start := self._size - len(self.tail)):
             return self.tail[start - tail_start : stop - tail_start]
         parts: list[memoryview] = []
@@ -225,7 +225,7 @@ class FetchedRanges:
         return body
 
     def _release(self, fetched: FetchedRange) -> None:
-        """Release a range's bytes, and prefetch more; a later read fetches again."""
+        """Release a range's bytes, and prefetch more; later reads request again."""
         size = fetched.stop - fetched.start
         if fetched.body is not None:
             self._held -= size

@@ -1,4 +1,4 @@
-"""PostgreSQL: parallel connections that read one snapshot by COPY.
+"""PostgreSQL sessions, whose connections read one snapshot in parallel by COPY.
 
 The leader, one of the connections, exports its snapshot and keeps it alive; the others
 adopt it. Rows are streamed in key order. A query with parameters needs a server-side
@@ -144,7 +144,7 @@ def selection(columns: Mapping[str, tuple[str, str]], infinity: Infinity) -> str
 
 
 def parts_query(relation: Relation, columns: Iterable[str]) -> str:
-    """Return the query for columns' nested types, input of ``types_by_parts``."""
+    """Return a query for nested types of columns; ``types_by_parts`` uses its rows."""
     nothing = "LIMIT 0"
     kinds = (
         f"({number}, pg_typeof(({relation.select(column(name), nothing)}))::oid)"
@@ -241,7 +241,7 @@ class Postgres(Session):
         self._idle.append(await self._new())
 
     async def _new(self) -> Connection:
-        """Return a new connection that reads the snapshot, renewed if it is lost."""
+        """Return a new connection to the snapshot; take a new one if that is lost."""
         while self._leader is not None:
             snapshot, adopted = self._snapshot, ""
             connection = Connection(self.address, like=self._leader)
@@ -347,7 +347,7 @@ class Postgres(Session):
         self._decimals = [n for n in self.names if is_exact and types[n] in FLOAT_CASTS]
 
     def _cuts(self, connection: Connection, partitions: int) -> list[Key]:
-        """Return quantiles of the key, of sampled pages if the relation is a table."""
+        """Return quantiles of the key; a table's are estimated from sampled pages."""
         sample = ""
         if not self.relation.is_query:
             tables = connection.fetch(_SIZE_QUERY, (self.relation.table(),))
@@ -355,7 +355,7 @@ class Postgres(Session):
             if kind in {"r", "m", "p"}:
                 share = min(100.0, 100.0 * _PAGES * _PAGE_BYTES / max(1, size or 0))
                 sample = f"TABLESAMPLE SYSTEM ({share:.6f}) REPEATABLE (0)"
-        # 1e-9 more: the first key of a range, not the last key of the previous one.
+        # Add 1e-9 to get the first key of a range, not the last of the previous one.
         shares = [f"{n / partitions + 1e-9:.12f}" for n in range(1, partitions)]
         quantiles = (
             f"percentile_disc(ARRAY[{', '.join(shares)}]::float8[]) "

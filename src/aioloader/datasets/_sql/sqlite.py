@@ -120,7 +120,7 @@ class SQLite(Session):
     def scan(
         self, connection: Connection, span: KeyRange, last: Key | None, batch_bytes: int
     ) -> Scan:
-        """Yield the batches of a range; restart the query to change their size."""
+        """Yield a range's batches; restart the query to change the batch size."""
         # A query that sorts would sort again after each restart.
         count = fitting(self._row_bytes, batch_bytes) if self._sorts else 1
         while True:
@@ -228,7 +228,7 @@ class SQLite(Session):
         self._row_bytes = int(sum(8 + float(mean or 0) for mean in row[1::2])) + 1
 
     def _facts(self, connection: Connection, names: Sequence[str]) -> Sequence[Any]:
-        """Return two facts per column, from the first rows: types and mean length."""
+        """Return each column's types and mean length in turn, from the first rows."""
         # In a subquery, SQLite gets the length of a blob without reading the blob.
         facts = ", ".join(
             f"typeof({column(name)}) AS t{n}, length({column(name)}) AS l{n}"
@@ -243,7 +243,7 @@ class SQLite(Session):
         return row
 
     def _later_type(self, connection: Connection, name: str, declared: str) -> str:
-        """Return the Arrow type of a column's first value that is not NULL."""
+        """Return the Arrow type of a column's first non-NULL value, or a default."""
         condition = f"WHERE {column(name)} IS NOT NULL LIMIT 1"
         row = self._query_row(connection, f"typeof({column(name)})", condition)
         # Views declare untyped columns as BLOB, so use that only if there is no value.
@@ -300,7 +300,7 @@ class SQLite(Session):
         return pa.RecordBatch.from_arrays(arrays, schema=schema)
 
     def _check_digits(self, connection: Connection, batch: "pa.RecordBatch") -> None:
-        """Raise if an integer in a float column changes its value as a float."""
+        """Raise if an integer in a float column has no exact float."""
         from pyarrow import compute  # noqa: PLC0415  (an optional dependency)
 
         for name in self._mixed:
@@ -319,7 +319,7 @@ class SQLite(Session):
                 )
 
     def _cuts(self, connection: Connection, partitions: int) -> list[Key]:
-        """Return cuts at equal distances, or by rank (two passes) for uneven keys."""
+        """Return cuts at equal distances or, if keys are uneven, at equal ranks."""
         is_simple = self._key_type == "integer" and not self.relation.is_query
         if is_simple and (even := self._even_cuts(connection, partitions)):
             return even

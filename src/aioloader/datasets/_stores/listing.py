@@ -75,7 +75,7 @@ def _is_folder(keys: Sequence[str], index: int) -> bool:
 
 
 async def list_async(store: Store, prefix: str, policy: Requests = USUAL) -> Listing:
-    """List a store without blocking the event loop."""
+    """Return the objects below ``prefix``; raise a ValueError if there are none."""
     pages: list[Listing] = []
     stream: Any = None
     last, is_ordered = "", True  # where to resume after a failed request

@@ -244,9 +244,9 @@ class ObstoreStore(Store):
             yield [(meta["path"].removeprefix(root), meta["size"]) for meta in page]
 
     def failure(self, key: str, error: Exception, verb: str) -> Exception:
-        """Return the exception to raise for one of obstore's; others are unchanged.
+        """Return the exception to raise for an obstore exception; others stay.
 
-        A server that answers a range with the whole object is a ``NoRangesError``.
+        If the server sends no range or no total size, it is a ``NoRangesError``.
         """
         if isinstance(error, DatasetError) or not isinstance(error, obstore_errors()):
             return error
