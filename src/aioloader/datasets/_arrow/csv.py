@@ -111,7 +111,7 @@ class Dialect:
         *,
         skip_wrong: bool = False,
     ) -> pa.Table:
-        """Parse whole lines; ``skip_wrong``: skip lines with a wrong value count.
+        """Parse whole lines; ``skip_wrong``: skip lines with a wrong number of values.
 
         Without ``names``, the first line contains the names. Without ``include``, all
         columns are returned. A column that is not in ``types`` has an inferred type.
@@ -158,7 +158,7 @@ class Dialect:
 
 
 class CSVFormat(TableFormat):
-    """A format for CSV files; a shard is (address, first byte, stop); 0 is no stop."""
+    """A format for CSV files; a shard is (address, first byte, stop or 0 for all)."""
 
     def __init__(
         self,
@@ -422,7 +422,7 @@ class Lines(NamedTuple):
 
 
 def _is_integral(parse: Callable[..., pa.Table], table: pa.Table, name: str) -> bool:
-    """Return whether a column that pyarrow infers as float has only integers."""
+    """Return whether a column with inferred type float contains only integers."""
     texts = parse(types={name: pa.string()}, include=[name])[name]
     digits = compute.match_substring_regex(texts, r"^\s*[-+]?\d+\s*$")
     return bool(compute.all(compute.or_(digits, table[name].is_null())).as_py())

@@ -74,7 +74,7 @@ Item: TypeAlias = pa.RecordBatch | FailedSample | RestartPoint
 
 
 class Opened(NamedTuple):
-    """An opened shard, whose decoding can start."""
+    """What ``TableReader`` needs to decode an opened shard."""
 
     items: Callable[[], Iterator[Item]]  # decodes; runs in a thread
     # Converts a validated batch to the rows and columns to deliver.
@@ -233,7 +233,7 @@ class TableReader(BlockReader):
     def _block_of(
         self, item: pa.RecordBatch | FailedSample, read: int, opened: Opened
     ) -> tuple[Block, int, int]:
-        """Return an item's block to deliver, the block's bytes, the rows decoded."""
+        """Return an item's block, the block's bytes, and the number of decoded rows."""
         if isinstance(item, FailedSample):
             return [item], 0, 1
         try:
@@ -391,7 +391,7 @@ class TableFormat(ShardFormat[FilePart]):
         return shards
 
     async def _are_unchanged(self, addresses: Sequence[str]) -> bool:
-        """Return whether these are the latest listing's files, and all unchanged."""
+        """Return whether the latest listing had these files, and none has changed."""
         if [*addresses] != self._listed:
             return False
         versions = await each(self.storage.version, [*self._versions])
@@ -462,7 +462,7 @@ class TableFormat(ShardFormat[FilePart]):
         return pieces
 
     def _cut(self, shard: FilePart, count: int) -> list[FilePart]:
-        """Cut a shard into ``count`` parts; readers also decode what precedes them."""
+        """Cut a shard into ``count`` parts; a reader also decodes rows before its."""
         return [(*shard, number, count) for number in range(count)]
 
     async def _metadata_of(self, address: str) -> FileMetadata:

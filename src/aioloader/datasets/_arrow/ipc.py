@@ -40,7 +40,7 @@ _SHARD_BYTES = 4 << 20
 
 
 class ArrowFormat(TableFormat):
-    """Arrow IPC files (Feather) and streams.
+    """A format for Arrow IPC files (Feather) and streams.
 
     A shard is (address, first batch, stop); a stream has (0, 0). For a part of a single
     batch, the part's number and the number of parts follow.

@@ -2,7 +2,7 @@
 
 Rows come in the source's order. A table is cut into ranges of rows, a dataset into
 fragments (Parquet: row groups). If there are fewer fragments than readers, these are
-cut further; a reader then also decodes the rows before its part. Positions count rows:
+cut further, and a reader also decodes the rows before its part. Positions count rows:
 resuming reads the range, fragment or whole stream again from its beginning.
 """
 

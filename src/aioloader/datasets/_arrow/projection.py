@@ -77,7 +77,7 @@ class Partitions:
         return schema
 
     def guarantee(self, name: str, own: pa.Schema) -> pc.Expression | None:
-        """Return what a file's name implies, except for columns that are in ``own``."""
+        """Return the condition that a name implies for columns that ``own`` lacks."""
         guarantee, values = None, self.of(name)
         for field in self._columns:
             if field.name not in values or field.name in own.names:
@@ -169,7 +169,7 @@ class Filters:
     def row_groups(
         self, size: int, tail: bytes, schema: pa.Schema, guarantee: pc.Expression | None
     ) -> set[int] | None:
-        """Return the numbers of row groups that may match; None means all of them.
+        """Return a Parquet file's row groups that may match, by number; None means all.
 
         ``size``: the file's length. ``tail``: its end, starting with the footer.
         ``schema``: includes columns of the file's name. ``guarantee``: their values.
@@ -476,7 +476,7 @@ def promoted(left: pa.DataType, right: pa.DataType) -> pa.DataType | None:
 
 
 def _group(kind: pa.DataType) -> int:
-    """Return a type's class: 0 null, 1 binary, 2 decimal, 3 other; nested: maximum."""
+    """Return a class: 0 null, 1 binary, 2 decimal, 3 other; the maximum if nested."""
     types = pa.types
     if types.is_null(kind):
         return 0

@@ -1,4 +1,4 @@
-"""A file object for pyarrow whose bytes come from prefetched ranged requests.
+"""A file object for pyarrow that gets its bytes by prefetched range requests.
 
 The plan lists the ranges in their order of use. The event loop requests ranges in
 advance, within a budget; pyarrow reads in a thread and waits there for missing bytes. A
@@ -40,7 +40,7 @@ class FetchedRange:
 def plan(
     spans: Iterable[ByteSpan], max_bytes: int, *, in_order: bool = False
 ) -> list[FetchedRange]:
-    """Return the requests for ``spans`` of a file, in their order of use.
+    """Return the requests for ``spans`` of a file, in the order of their use.
 
     Cuts spans longer than ``max_bytes``, and joins neighbouring short ones. Unless
     ``in_order``, spans are assumed to be read in parallel, like columns: requests are
@@ -97,10 +97,10 @@ class RangeFile(io.RawIOBase):
 class FetchedRanges:
     """Prefetched ranges of one file, within ``budget`` bytes.
 
-    ``begin`` and ``aclose`` run on the loop's thread, ``read`` in one decoding thread,
-    which starts after ``begin``; from then on, only it sends requests. The ranges of
-    ``plan`` do not overlap; a single one may exceed the budget. ``in_order``: reads
-    only move forward, so skipped ranges are released too.
+    ``begin`` and ``aclose`` run on the loop's thread. ``read`` runs in one decoding
+    thread, which starts after ``begin``; then only this thread sends requests. The
+    ranges of ``plan`` do not overlap; one range may exceed the budget. ``in_order``:
+    reads only move forward, so skipped ranges are released too.
 
     Attributes:
         tail: The end of the file if known; it is not requested again.

@@ -225,7 +225,7 @@ class Rows(Sequence[dict[str, Any]]):
 
     @property
     def is_quick(self) -> bool:
-        """Whether ``collate`` takes at most about 0.1 ms, as for a few numbers."""
+        """Whether the rows are so few numbers that ``collate`` takes about 0.1 ms."""
         if len(self.names) * len(self.parts) > _QUICK_COLUMNS:
             return False
         nbytes = 0  # a plain loop, because this runs for each batch
@@ -346,7 +346,7 @@ def _is_whole(array: pa.Array, fixed: Dtype) -> bool:
 
 
 def _view(array: pa.Array, fixed: Dtype) -> Values:
-    """Return a plain array's numbers: a view, or a copy of booleans; NULLs vary."""
+    """View a plain array's numbers, or copy booleans; values at NULLs are arbitrary."""
     leaf, dtype = _leaf(array, fixed), fixed.base
     size, offset, buffer = len(leaf), leaf.offset, leaf.buffers()[1]
     if not size or buffer is None:

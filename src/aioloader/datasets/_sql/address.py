@@ -132,7 +132,7 @@ class DatabaseURL:
         return os.path.abspath(self._path)  # noqa: PTH100  (no links followed)
 
     def for_driver(self) -> str:
-        """Return the driver's URI: SQLite's is read-only; libpq's has the password."""
+        """Return the driver's URI (SQLite: read-only; PostgreSQL: with password)."""
         before, query = self._parts()
         if not self.is_sqlite:  # libpq uses the last of repeated parameters
             return f"{before}?{'&'.join((_DEFAULTS, *query, _ENCODING))}"

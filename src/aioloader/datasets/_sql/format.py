@@ -37,7 +37,7 @@ SQLShard: TypeAlias = tuple[KeyRange | None, Session]
 
 
 class SQLFormat(ShardFormat[SQLShard]):
-    """A table or query, read in ranges of a unique key, in key order.
+    """A format for a table or query, read in ranges of a unique key, in key order.
 
     All ranges of an iteration read one snapshot. A state contains the keys between
     ranges, and each range's last delivered key. A resumed iteration reads later rows

@@ -1,6 +1,6 @@
 """PostgreSQL sessions, whose connections read one snapshot in parallel by COPY.
 
-The leader, one of the connections, exports its snapshot and keeps it alive; the others
+One connection, the leader, exports its snapshot and keeps it alive; other connections
 adopt it. Rows are streamed in key order. A query with parameters needs a server-side
 cursor, which halves the speed. The driver would read an infinite date as an ordinary
 day; here it becomes an error or NULL.
@@ -241,7 +241,7 @@ class Postgres(Session):
         self._idle.append(await self._new())
 
     async def _new(self) -> Connection:
-        """Return a new connection to the snapshot; take a new one if that is lost."""
+        """Return a connection to the snapshot; take another snapshot if it is lost."""
         while self._leader is not None:
             snapshot, adopted = self._snapshot, ""
             connection = Connection(self.address, like=self._leader)
@@ -291,7 +291,7 @@ class Postgres(Session):
                 is_again = is_again and not batch.num_rows
 
     def _rows(self, batch: "pa.RecordBatch") -> Block:
-        """Return a batch's rows; one with an infinite date becomes a FailedSample."""
+        """Return a batch's rows; a row with an infinite date becomes a FailedSample."""
         rows = super()._rows(as_decimals(batch, self._decimals))
         if FLAG not in batch.schema.names:
             return rows
@@ -367,7 +367,7 @@ class Postgres(Session):
 
 
 def _begin(connection: Connection, snapshot: str = "") -> str:
-    """Start a transaction in ``snapshot``, or export a new one if it is empty.
+    """Start a transaction in ``snapshot``; if that is empty, export a new snapshot.
 
     Returns the snapshot's name; empty if the given snapshot is lost.
     """
@@ -385,7 +385,7 @@ def _begin(connection: Connection, snapshot: str = "") -> str:
 
 
 def _types(connection: Connection, schema: "pa.Schema") -> list[str]:
-    """Return PostgreSQL's type name of each column."""
+    """Return PostgreSQL's name of each column's type."""
     given = [(field.metadata or {})[b"POSTGRESQL:type"].decode() for field in schema]
     # The driver identifies types from extensions only by number.
     names: dict[str, str] = {}

@@ -264,7 +264,7 @@ class Session(abc.ABC):
 
     @property
     def _columns(self) -> Sequence[str]:
-        """The columns to read: those to deliver, and the key."""
+        """The columns to read, which are the columns to deliver and the key."""
         has_key = self.relation.key in self.names
         return self.names if has_key else (*self.names, self.relation.key)
 
@@ -302,7 +302,7 @@ class Session(abc.ABC):
     def _new_rows(
         self, batch: "pa.RecordBatch", last: Key | None, *, is_again: bool
     ) -> "tuple[pa.Array, Block] | None":
-        """Return keys and rows of a batch after the key ``last``; None without any.
+        """Return a batch's keys and rows after the key ``last``, or None without rows.
 
         Raises a ValueError if a key repeats. ``is_again``: the query started at
         ``last``, so a first row with that key was read before, and is dropped.

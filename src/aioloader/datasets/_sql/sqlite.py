@@ -1,4 +1,4 @@
-"""SQLite: a few connections that read one snapshot of a file, in batches.
+"""SQLite sessions, whose connections read one snapshot of a file in batches.
 
 Their read transactions all start between the same two commits. In WAL mode, writers
 continue; otherwise they wait until the iteration ends. SQLite types values, not
@@ -98,7 +98,7 @@ class SQLite(Session):
         await close_all(connections)
 
     async def _take_snapshot(self) -> None:
-        """Start all transactions at one state of the file, or keep one connection."""
+        """Start all transactions at one state of the file, or keep one transaction."""
         connections, witness = [*self._connections], Connection(self.address)
         try:
             for _ in range(_TRIES):
@@ -154,7 +154,7 @@ class SQLite(Session):
                         raise
 
     def _rows(self, batch: "pa.RecordBatch") -> Block:
-        """Return a batch's rows; one with invalid UTF-8 becomes a FailedSample."""
+        """Return a batch's rows; a row with invalid UTF-8 becomes a FailedSample."""
         if _is_valid(batch):
             return super()._rows(batch)
         texts = [n for n in batch.schema.names if not _is_valid(batch.select([n]))]
@@ -319,7 +319,7 @@ class SQLite(Session):
                 )
 
     def _cuts(self, connection: Connection, partitions: int) -> list[Key]:
-        """Return cuts at equal distances or, if keys are uneven, at equal ranks."""
+        """Return keys at equal distances or, if keys are uneven, at equal ranks."""
         is_simple = self._key_type == "integer" and not self.relation.is_query
         if is_simple and (even := self._even_cuts(connection, partitions)):
             return even
@@ -332,7 +332,7 @@ class SQLite(Session):
         return [*dict.fromkeys(cuts)]
 
     def _even_cuts(self, connection: Connection, partitions: int) -> list[Key] | None:
-        """Return cuts at equal key distances; None if the keys are uneven or few."""
+        """Return keys at equal distances; None if the table's are uneven or few."""
         # One query for both min and max would make SQLite read all rows instead of two.
         ends = [self._query_row(connection, f"{end}({self._key})") for end in _ENDS]
         (first,), (last,) = ends
@@ -349,7 +349,7 @@ class SQLite(Session):
         return [first + width * n // partitions for n in range(1, partitions)]
 
     def _nth(self, connection: Connection, since: Any, rank: int) -> Any:
-        """Return the key ``rank`` places after the first one >= ``since``, or None."""
+        """Return the key ``rank`` rows after the first key >= ``since``, or None."""
         order, values = f"ORDER BY {self._key} LIMIT 1 OFFSET ?", [rank]
         if since is not None:
             order, values = f"WHERE {self._key} >= ? {order}", [since, rank]

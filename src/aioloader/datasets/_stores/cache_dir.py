@@ -1,9 +1,9 @@
-"""A cache directory of immutable byte strings by key, shared by processes.
+"""A cache directory that maps keys to immutable bytes, shared by processes.
 
 Each entry is a file, renamed when complete, so readers see all of it or nothing. Files
 are not synced to disk: an entry torn by a power cut fails its checksum, and counts as
 missing. A process scans the directory, under a lock, after it has added 1/32 of the
-limit, or if alone, at the limit. Scans evict least recently used entries, down to 7/8.
+limit (if alone: at the limit). Scans evict least recently used entries, down to 7/8.
 """
 
 import contextlib

@@ -45,7 +45,7 @@ _REFUSED_STATUSES = frozenset({400, 401, 403})
 
 
 class Version(NamedTuple):
-    """The version of an object or file.
+    """The version of a stored object or file; it changes when the bytes change.
 
     Attributes:
         size: Length of the whole object, in bytes.
@@ -199,7 +199,7 @@ def version_of_file(file: int | str) -> Version:
 
 
 class NoRangesError(DatasetError):
-    """The server does not support range requests."""
+    """Raised if a server does not support range requests."""
 
 
 def no_ranges(location: str) -> NoRangesError:

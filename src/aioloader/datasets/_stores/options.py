@@ -39,7 +39,7 @@ _ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"
 
 
 def import_obstore() -> ModuleType:
-    """Return obstore, imported at the first call; later calls take no time."""
+    """Return obstore, imported at the first call; later calls are fast."""
     if sys.modules.get("obstore.store") is None:
         imported("obstore.store", "objects", "object stores and HTTP need obstore")
     return sys.modules["obstore"]
@@ -81,7 +81,7 @@ class Flights:
             del failure
 
     async def drain(self, seconds: float | None) -> None:
-        """Cancel requests that outlast ``seconds``, if given; wait for releases."""
+        """Cancel requests after ``seconds``, if given; wait until all are released."""
         if self._open and seconds is not None:
             # No variable for the finished requests: it would keep references to them.
             late = (await asyncio.wait(self._open, timeout=seconds))[1]

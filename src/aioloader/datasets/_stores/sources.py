@@ -109,7 +109,7 @@ class Store(abc.ABC):
     Attributes:
         cache_name: Prefix of the store's keys in a cache; None if it is not cached.
         has_answered: Whether the server ever answered, even with an error.
-        is_refusing: Whether the server never answered and was last unreachable.
+        is_refusing: Whether the server never answered, and was unreachable at last.
         has_warned: Whether a retry was logged; only the first one is.
     """
 
@@ -128,7 +128,7 @@ class Store(abc.ABC):
     async def get(
         self, key: str, start: int, stop: int, version: Version | None = None
     ) -> Piece:
-        """Return a byte range; a server that can do so checks ``version`` first."""
+        """Return a byte range; the server checks ``version`` if it supports that."""
 
     @abc.abstractmethod
     def pages(self, prefix: str, after: str | None) -> AsyncIterator[Sized]:
@@ -169,7 +169,7 @@ class Store(abc.ABC):
             del failure
 
     async def drain(self, seconds: float | None = None) -> None:  # noqa: B027
-        """Cancel this loop's requests after ``seconds``, if given; wait for releases."""
+        """Cancel requests after ``seconds``, if given; wait until all are released."""
 
     async def aclose(self, seconds: float | None = None) -> None:
         """Wait for requests, then release connections; the store stays usable."""

@@ -272,7 +272,7 @@ class Storage:
         return checked(data, stop - start, self.label(address)), version
 
     def check(self, address: Address, version: Version) -> None:
-        """Check that a local file is unchanged; it may have been deleted. Blocks."""
+        """Raise if a local file has changed; it may have been deleted. Blocks."""
         if (path := self.path(address)) is None:
             return
         try:

@@ -244,7 +244,7 @@ class ObstoreStore(Store):
             yield [(meta["path"].removeprefix(root), meta["size"]) for meta in page]
 
     def failure(self, key: str, error: Exception, verb: str) -> Exception:
-        """Return the exception to raise for an obstore exception; others stay.
+        """Return the exception to raise for ``error``; only obstore's are converted.
 
         If the server sends no range or no total size, it is a ``NoRangesError``.
         """

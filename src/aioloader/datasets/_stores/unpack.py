@@ -85,7 +85,7 @@ class _Members:
         self._head = b""  # first packed bytes of this member
 
     def unpack(self, packed: memoryview) -> Iterator[bytes]:
-        """Unpack bytes; yield parts of bounded size (zstandard's excepted)."""
+        """Unpack bytes; yield parts of bounded size, except from zstandard."""
         for start in range(0, len(packed), self._length):
             part, is_full = bytes(packed[start : start + self._length]), False
             while part or is_full:
