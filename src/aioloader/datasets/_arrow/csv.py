@@ -42,7 +42,7 @@ _BLOCK_BYTES = 1 << 18
 _MAX_LINE = 1 << 28
 # Bytes read to find column names and types.
 _MIN_HEAD, _MAX_HEAD = 1 << 16, 1 << 26
-# The same for compressed files; bzip2 has blocks of 900 KB.
+# First bytes read of a compressed file; bzip2 has blocks of 900 KB.
 _PACKED_HEAD = 1 << 20
 _PACKINGS = {
     "gz": "gzip", "bz2": "bz2", "zst": "zstd", "zstd": "zstd", "lz4": "lz4",

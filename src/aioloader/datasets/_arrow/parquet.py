@@ -42,7 +42,7 @@ _MAGIC = b"PAR1"
 _BATCH_BYTES = 1 << 20
 # For up to this many columns, a lookup is cheaper than a thread call for it.
 _MAX_QUICK_COLUMNS = 64
-# Small row groups are decoded in one thread call: maximum bytes, minimum number.
+# Maximum bytes and minimum number of small row groups to decode in one thread call.
 _GROUPED_BYTES, _MIN_GROUPED = 4 << 20, 2
 _MIN_REQUEST = 1 << 16
 _MIN_BUFFER, _MAX_BUFFER = 1 << 14, 1 << 20

@@ -28,7 +28,7 @@ _MAX_GAP = 1 << 16
 
 @dataclass
 class FetchedRange:
-    """A requested range of the file; released when all ``unread`` bytes are read."""
+    """A planned byte range of a file; released when no byte of it is ``unread``."""
 
     start: int
     stop: int

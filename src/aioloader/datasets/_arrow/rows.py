@@ -30,7 +30,7 @@ _QUICK_BYTES, _QUICK_COLUMNS = 1 << 18, 64
 Values: TypeAlias = npt.NDArray[Any]
 Flags: TypeAlias = npt.NDArray[np.bool_]
 Dtype: TypeAlias = np.dtype[Any]
-# A numpy array for numbers of one shape without NULLs; else an Arrow array.
+# A numpy array for numbers of one shape without NULLs, otherwise an Arrow array.
 Column: TypeAlias = Values | pa.Array
 # Errors for times that Python cannot represent; LookupError: an unknown time zone.
 _NOT_IN_PYTHON = OverflowError, ValueError, LookupError

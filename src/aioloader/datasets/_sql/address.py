@@ -28,7 +28,7 @@ from aioloader.errors import (
 _LOG = logging.getLogger("aioloader")
 T = TypeVar("T")
 
-# A URL's part before the question mark: [account@]hosts[/name].
+# The part of a server's URL before the question mark: [account@]hosts[/name].
 _HOST = r"(?:\[[^][/@#]*\]|[^][:,/@#]*)(?::\d*)?"
 _SERVER = re.compile(rf"(?:[^:/@#]*(?::[^/@#]*)?@)?{_HOST}(?:,{_HOST})*(?:/[^@#]*)?")
 _QUERY = re.compile(r"(?:\w+=[^&#]*(?:&|\Z))*")

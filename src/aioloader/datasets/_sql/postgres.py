@@ -76,7 +76,7 @@ WHERE path || typname = '_numeric' OR typname IN
 POINT_TYPES = frozenset(kind for kind, rule in _INFINITE.items() if rule is _POINT)
 _LOG = logging.getLogger("aioloader")
 _BEGIN = "BEGIN ISOLATION LEVEL REPEATABLE READ, READ ONLY"
-# No timeouts, as in pg_dump, because consumers may be slow; one text format for keys.
+# Timeouts are off, as in pg_dump, because consumers may be slow. Dates get one format.
 # The view pg_settings is not used: it would compute all settings for each connection.
 _SETTINGS = """
 SELECT set_config(name, '0', true) FROM (VALUES ('statement_timeout'),
@@ -107,14 +107,14 @@ _EXACT_CASTS = {
     "_numeric": "{}::text[]",
     "_money": "{}::numeric[]::text[]",
 }
-# Finds a non-deterministic collation; these exist since version 12.
+# Finds a non-deterministic collation; such collations exist since version 12.
 _LOOSE_COLLATION = """
 SELECT 1 FROM pg_collation AS c JOIN pg_namespace AS n ON n.oid = c.collnamespace
 WHERE to_jsonb(c) ->> 'collisdeterministic' = 'false' AND ({key}) COLLATE "C" IN
 (quote_ident(c.collname), quote_ident(n.nspname) || '.' || quote_ident(c.collname))
 """
 _TYPE_QUERY = "SELECT typname::text FROM pg_type WHERE oid = $1::oid"
-# How many pages to sample, for ranges that differ by about 10 %; bytes of a page.
+# How many pages to sample (ranges then differ by about 10 %), and bytes of a page.
 _PAGES, _PAGE_BYTES = 400, 8192
 _SIZE_QUERY = """
 SELECT c.relkind::text, CASE c.relkind WHEN 'p' THEN
@@ -211,7 +211,7 @@ class Postgres(Session):
 
     async def begin(self, partitions: int | Sequence[Key]) -> list[KeyRange]:
         leader = await self._start_leader()
-        # Planning takes as long as connecting: meanwhile open a reader's connection.
+        # Planning takes as long as connecting, so open a reader's connection meanwhile.
         spare = asyncio.create_task(self._add_idle())
         try:
             return await leader.run(self._divide, leader, partitions)

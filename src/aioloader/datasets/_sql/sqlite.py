@@ -69,7 +69,7 @@ class SQLite(Session):
         self._types: dict[str, str] = {}  # Arrow types, by column
         self._mixed: list[str] = []  # float columns that may hold integers
         self._row_bytes = 1  # approximate mean
-        self._sorts = False  # whether queries sort all rows: the key has no index
+        self._sorts = False  # whether queries sort all rows, as without an index
 
     async def begin(self, partitions: int | Sequence[Key]) -> list[KeyRange]:
         count = partitions if isinstance(partitions, int) else len(partitions) + 1
@@ -149,7 +149,7 @@ class SQLite(Session):
                     else:
                         return
                 except OSError as exc:
-                    # A value of another type: a restart makes the driver infer again.
+                    # A value has another type; a restart makes the driver infer again.
                     if "Type mismatch" not in str(exc) or last == before:
                         raise
 

@@ -66,7 +66,7 @@ _WAITS, _MIN_WAITING, _MAX_REMAINING = 32, 0.5, 0.75
 START_DIVISOR = 8
 T = TypeVar("T")
 
-# Of a local file: bytes of a piece (fits a core's cache), and bytes per thread call.
+# Bytes of a local file's piece (fits a core's cache), and bytes per thread call.
 _FILE_PIECE, _FILE_PIECES = 1 << 19, 1 << 22
 
 
@@ -88,7 +88,7 @@ class Client:
         self.ranged: set[int] = set()
         self.soonest: float = math.inf
         self.ahead: int = 2
-        # Seconds waited for each recent piece; the total before ``ahead`` last doubled.
+        # Seconds waited for recent pieces, and in total before ``ahead`` last doubled.
         self._waits, self._before = list[float](), math.inf
         self._since = time.perf_counter()
 

@@ -38,7 +38,7 @@ _PERSON = b"aioloader 1"
 _TOUCH_SECONDS = _PAUSE_SECONDS = 60.0
 # Each of several processes scans after adding 1/32 of the limit.
 _SCAN_FRACTION = 32
-# The scanning process locks this file; its modification time is the latest scan's.
+# A scanning process locks this file, and sets its modification time at the end.
 _SCAN_FILE = ".aioloader-scan"
 
 _FOLDER = re.compile(r"[0-9a-f]{2}")

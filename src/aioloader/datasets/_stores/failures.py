@@ -231,7 +231,7 @@ class Reason:
         if ranges and not ranges.strip("0123456789., got"):
             phrases.append(f"requested {ranges}")
         self.text = ", ".join(phrases)
-        # obstore requests the rest after a cut; if that has no ranges, only this shows.
+        # After a cut, obstore requests the rest; without ranges, only that error shows.
         self.is_cut_short = _CUT in phrases or _NO_RANGES in phrases
         is_past = self.status == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE
         # The messages of MemoryStore and LocalStore:

@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 # Timeout for obstore's threads to release finished requests; 200 of them take 10 ms.
 _RELEASE_SECONDS = 1.0
-# Options of a store; sealed if one is secret.
+# Options of a store, sealed if one of them is secret.
 StoreOptions: TypeAlias = Mapping[str, Any] | Sealed[Mapping[str, Any]]
 
 _RETRY_CONFIG = {"max_retries": 2}

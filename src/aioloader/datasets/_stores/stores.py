@@ -246,7 +246,7 @@ class ObstoreStore(Store):
     def failure(self, key: str, error: Exception, verb: str) -> Exception:
         """Return the exception to raise for ``error``; only obstore's are converted.
 
-        If the server sends no range or no total size, it is a ``NoRangesError``.
+        It wraps a ``NoRangesError`` if the server sends no range or no total size.
         """
         if isinstance(error, DatasetError) or not isinstance(error, obstore_errors()):
             return error
