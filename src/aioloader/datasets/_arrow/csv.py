@@ -158,7 +158,7 @@ class Dialect:
 
 
 class CSVFormat(TableFormat):
-    """A format for CSV files; a shard is (address, first byte, stop or 0 for all)."""
+    """A format for CSV files; a shard is (address, first byte, stop); 0 is the end."""
 
     def __init__(
         self,

@@ -462,7 +462,7 @@ class TableFormat(ShardFormat[FilePart]):
         return pieces
 
     def _cut(self, shard: FilePart, count: int) -> list[FilePart]:
-        """Cut a shard into ``count`` parts; a reader also decodes rows before its."""
+        """Cut a shard into ``count`` parts; a reader decodes earlier rows too."""
         return [(*shard, number, count) for number in range(count)]
 
     async def _metadata_of(self, address: str) -> FileMetadata:

@@ -225,7 +225,7 @@ class Rows(Sequence[dict[str, Any]]):
 
     @property
     def is_quick(self) -> bool:
-        """Whether the rows are so few numbers that ``collate`` takes about 0.1 ms."""
+        """Whether all values are numbers, so few that ``collate`` takes 0.1 ms."""
         if len(self.names) * len(self.parts) > _QUICK_COLUMNS:
             return False
         nbytes = 0  # a plain loop, because this runs for each batch

@@ -45,7 +45,7 @@ _REFUSED_STATUSES = frozenset({400, 401, 403})
 
 
 class Version(NamedTuple):
-    """The version of a stored object or file; it changes when the bytes change.
+    """The version of a stored object or file, by which changes are noticed.
 
     Attributes:
         size: Length of the whole object, in bytes.
