@@ -253,7 +253,7 @@ def _spans(
 def _why_unsound(
     meta: FileMetadata, number: int | None, names: list[str]
 ) -> Exception | None:
-    """Return the error in a row group's columns (``number`` None: in any), or None.
+    """Return the error in the columns of a row group, or of any if ``number`` is None.
 
     The check starts to read, and stops at the first read. A damaged footer fails before
     that; inspecting the columns instead could end the process by a C++ exception.

@@ -476,7 +476,7 @@ def promoted(left: pa.DataType, right: pa.DataType) -> pa.DataType | None:
 
 
 def _group(kind: pa.DataType) -> int:
-    """Return a class: 0 null, 1 binary, 2 decimal, 3 other; the maximum if nested."""
+    """Return 0 for null, 1 binary, 2 decimal, 3 other types; the maximum if nested."""
     types = pa.types
     if types.is_null(kind):
         return 0

@@ -332,7 +332,7 @@ class SQLite(Session):
         return [*dict.fromkeys(cuts)]
 
     def _even_cuts(self, connection: Connection, partitions: int) -> list[Key] | None:
-        """Return keys at equal distances; None if the table's keys are uneven."""
+        """Return keys at equal distances; None if the keys are few or uneven."""
         # One query for both min and max would make SQLite read all rows instead of two.
         ends = [self._query_row(connection, f"{end}({self._key})") for end in _ENDS]
         (first,), (last,) = ends

@@ -217,7 +217,7 @@ def _invalid_option(options: Mapping[str, Any]) -> str | None:
 
 
 def _is_of_client(name: str) -> bool:
-    """Return whether an option belongs to the HTTP client; a store would panic."""
+    """Return whether an option is for the HTTP client, which makes stores panic."""
     try:
         import_obstore().store.S3Store(client_options={name: ""})
     except obstore_errors() as exc:
