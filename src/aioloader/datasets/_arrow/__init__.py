@@ -1,1 +1,1 @@
-"""Arrow tables: Parquet, Arrow and CSV files, and Arrow data of other libraries."""
+"""Modules that read Parquet, Arrow and CSV files, and Arrow data of other libraries."""

@@ -1,4 +1,4 @@
-"""CSV files: ranges of lines as shards, parsed by pyarrow block by block.
+"""CSV files, whose shards are ranges of lines that pyarrow parses in blocks.
 
 Unless given, names come from the first line, and types from the first lines, unified
 over all files. A plain file is cut into ranges. A compressed file, or one with newlines
@@ -42,7 +42,7 @@ _BLOCK_BYTES = 1 << 18
 _MAX_LINE = 1 << 28
 # Bytes read to find column names and types.
 _MIN_HEAD, _MAX_HEAD = 1 << 16, 1 << 26
-# The same for compressed files; bzip2 has blocks of 900 KB.
+# First bytes read of a compressed file; bzip2 has blocks of 900 KB.
 _PACKED_HEAD = 1 << 20
 _PACKINGS = {
     "gz": "gzip", "bz2": "bz2", "zst": "zstd", "zstd": "zstd", "lz4": "lz4",
@@ -111,7 +111,7 @@ class Dialect:
         *,
         skip_wrong: bool = False,
     ) -> pa.Table:
-        """Parse whole lines; ``skip_wrong``: skip those with a wrong number of values.
+        """Parse whole lines; ``skip_wrong``: skip lines with a wrong number of values.
 
         Without ``names``, the first line contains the names. Without ``include``, all
         columns are returned. A column that is not in ``types`` has an inferred type.
@@ -158,7 +158,7 @@ class Dialect:
 
 
 class CSVFormat(TableFormat):
-    """Lines of CSV files; a shard is (address, first byte, stop or 0 for no limit)."""
+    """A format for CSV files; a shard is (address, first byte, stop); 0 is the end."""
 
     def __init__(
         self,
@@ -184,7 +184,7 @@ class CSVFormat(TableFormat):
         return {**super().describe(), **self._dialect.describe(), **names}
 
     def summary(self, shards: Sequence[FilePart]) -> Summary:
-        """Add a digest of the cuts, since they depend on the files' lengths."""
+        """Add a digest of the cuts, because they depend on the files' lengths."""
         cuts = "".join(f"{start}-{stop};" for _, start, stop in shards if start + stop)
         digest = {"cuts": f"{zlib.crc32(cuts.encode()):08x}"} if cuts else {}
         return {**super().summary(shards), **digest}
@@ -230,7 +230,7 @@ class CSVFormat(TableFormat):
     def _parse_head(
         self, data: bytes, packing: str | None, location: str, *, is_all: bool
     ) -> tuple[pa.Schema, int] | None:
-        """Return the schema and the first row's offset; None if it needs more data."""
+        """Return schema and offset of the first row; None if ``data`` is too short."""
         dialect = self._dialect
         if packing is not None:
             data, is_all = _unpacked(data, packing, location, is_all=is_all)
@@ -347,7 +347,7 @@ class Lines(NamedTuple):
         """Yield blocks of the lines that start in a range, as (byte offset, lines).
 
         ``read`` returns the next bytes from ``pos``. ``is_inside``: ``pos`` may be
-        within an earlier line. ``stop``: lines do not start here or later; 0: no limit.
+        within an earlier line. ``stop``: lines must start before it, unless it is 0.
         """
         data, is_last = b"", False
         while not is_last:
@@ -384,7 +384,7 @@ class Lines(NamedTuple):
         )
 
     def batches(self, data: bytes, pos: int) -> Iterator[pa.RecordBatch | FailedSample]:
-        """Yield whole lines as record batches; unreadable ones as FailedSamples."""
+        """Parse whole lines; yield record batches, and FailedSamples for bad lines."""
         if not data.strip(b"\r\n"):
             return
         try:
@@ -422,7 +422,7 @@ class Lines(NamedTuple):
 
 
 def _is_integral(parse: Callable[..., pa.Table], table: pa.Table, name: str) -> bool:
-    """Return whether a column that pyarrow infers as float has only integers."""
+    """Return whether a column with inferred type float contains only integers."""
     texts = parse(types={name: pa.string()}, include=[name])[name]
     digits = compute.match_substring_regex(texts, r"^\s*[-+]?\d+\s*$")
     return bool(compute.all(compute.or_(digits, table[name].is_null())).as_py())
@@ -453,7 +453,7 @@ def _read_from(
 
 
 def _unpacking(stream: pa.NativeFile, location: str) -> Callable[[int], bytes]:
-    """Return a function that reads unpacked bytes; it raises after the valid ones."""
+    """Return a function that reads unpacked bytes; damage raises after valid bytes."""
     failure: Exception | None = None
 
     def read(size: int) -> bytes:

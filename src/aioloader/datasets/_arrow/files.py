@@ -74,7 +74,7 @@ Item: TypeAlias = pa.RecordBatch | FailedSample | RestartPoint
 
 
 class Opened(NamedTuple):
-    """An opened shard, whose decoding can start."""
+    """What ``TableReader`` needs to decode an opened shard."""
 
     items: Callable[[], Iterator[Item]]  # decodes; runs in a thread
     # Converts a validated batch to the rows and columns to deliver.
@@ -184,7 +184,7 @@ class TableReader(BlockReader):
     # -- in a thread ----------------------------------------------------------------
 
     def step(self, nbytes: int) -> tuple[PositionedBlocks, int]:
-        """Decode about ``nbytes``; return the blocks, and how many bytes are left."""
+        """Decode about ``nbytes``; return the blocks, and the rest of ``nbytes``."""
         opened, blocks = self._opened, PositionedBlocks()
         failure: Exception | None = None
         assert opened is not None
@@ -233,7 +233,7 @@ class TableReader(BlockReader):
     def _block_of(
         self, item: pa.RecordBatch | FailedSample, read: int, opened: Opened
     ) -> tuple[Block, int, int]:
-        """Return a batch's rows to deliver or failures, its bytes, its row count."""
+        """Return an item's block, the block's bytes, and the number of decoded rows."""
         if isinstance(item, FailedSample):
             return [item], 0, 1
         try:
@@ -330,7 +330,7 @@ def _step_all(
 
 
 class FileMetadata(NamedTuple):
-    """A file's schema, version and shards; Parquet and Arrow store it at the end."""
+    """A file's schema, version and shards; the format caches it between listings."""
 
     address: str
     location: str  # the address without secrets
@@ -391,7 +391,7 @@ class TableFormat(ShardFormat[FilePart]):
         return shards
 
     async def _are_unchanged(self, addresses: Sequence[str]) -> bool:
-        """Return whether these are the latest listing's files, and all unchanged."""
+        """Return whether the latest listing had these files, and none has changed."""
         if [*addresses] != self._listed:
             return False
         versions = await each(self.storage.version, [*self._versions])
@@ -403,7 +403,7 @@ class TableFormat(ShardFormat[FilePart]):
     def _start_table(
         self, first: FileMetadata, rest: Sequence[str]
     ) -> tuple[Projection, Sequence[str]]:
-        """Start a projection; return it, and the files of ``rest`` that may match."""
+        """Start a projection; return it, and the files in ``rest`` that may match."""
         schema = self._columns(first.schema, first.address)
         projection = copy.copy(self._projection)
         projection.start(schema, first.location)
@@ -462,7 +462,7 @@ class TableFormat(ShardFormat[FilePart]):
         return pieces
 
     def _cut(self, shard: FilePart, count: int) -> list[FilePart]:
-        """Cut a shard into parts; a reader also decodes the rows before its part."""
+        """Cut a shard into ``count`` parts; a reader decodes earlier rows too."""
         return [(*shard, number, count) for number in range(count)]
 
     async def _metadata_of(self, address: str) -> FileMetadata:
@@ -485,7 +485,7 @@ class TableFormat(ShardFormat[FilePart]):
     async def _tail(
         self, address: str, footer_length: Callable[[bytes, int, str], int]
     ) -> tuple[bytes, Version]:
-        """Return the end of a file, ``footer_length(...)`` bytes, and its version."""
+        """Return a file's last ``footer_length(...)`` bytes, and its version."""
         tail, version = await self.storage.part(address, -_FOOTER_GUESS)
         length = footer_length(tail, version.size, self.storage.label(address))
         if length > len(tail):
@@ -593,7 +593,7 @@ class TableFormat(ShardFormat[FilePart]):
 
 
 def request_bytes(window: int) -> int:
-    """Return the bytes per request for a shard that is read in order."""
+    """Return the size of requests, in bytes, for a shard that is read in order."""
     return max(_MIN_REQUEST, min(window // 4, MAX_REQUEST))
 
 

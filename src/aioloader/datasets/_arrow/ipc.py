@@ -1,4 +1,4 @@
-"""Arrow IPC: files as shards of a few record batches, streams as one shard each.
+"""Arrow IPC files, in shards of a few record batches, and streams, one shard each.
 
 Rows come in the order of files, batches and rows. Only a shard's batches are requested
 from a remote file. Batches are decoded one at a time, so memory must hold a whole
@@ -40,7 +40,7 @@ _SHARD_BYTES = 4 << 20
 
 
 class ArrowFormat(TableFormat):
-    """Arrow IPC files (Feather) and streams.
+    """A format for Arrow IPC files (Feather) and streams.
 
     A shard is (address, first batch, stop); a stream has (0, 0). For a part of a single
     batch, the part's number and the number of parts follow.
@@ -92,7 +92,7 @@ class ArrowFormat(TableFormat):
     def _parse_footer(
         self, footer: bytes, version: Version, address: str, location: str
     ) -> FileMetadata:
-        """Parse a footer. Runs in a thread, because wide tables take long."""
+        """Parse a footer, in a thread because that takes long for wide tables."""
         # To parse the metadata, pyarrow needs only the start and end of the file.
         ends = pa.BufferReader(_MAGIC + b"\0\0" + footer)
         try:

@@ -2,7 +2,7 @@
 
 Rows come in the source's order. A table is cut into ranges of rows, a dataset into
 fragments (Parquet: row groups). If there are fewer fragments than readers, these are
-cut further; a reader then also decodes the rows before its part. Positions count rows:
+cut further, and a reader also decodes the rows before its part. Positions count rows:
 resuming reads the range, fragment or whole stream again from its beginning.
 """
 
@@ -51,7 +51,7 @@ Row: TypeAlias = dict[str, Any]
 
 
 class MemoryFormat(ShardFormat[RowRange]):
-    """A table in memory; a shard is a range of its rows."""
+    """A format for a table in memory; a shard is a range of rows."""
 
     def __init__(self, table: pa.Table, projection: Projection) -> None:
         self._table = table
@@ -93,7 +93,7 @@ class MemoryFormat(ShardFormat[RowRange]):
 
 
 class FragmentFormat(ShardFormat):
-    """A pyarrow dataset or subclass, such as Lance's; shards are fragments or parts."""
+    """A format for pyarrow datasets, also Lance's; shards are (parts of) fragments."""
 
     def __init__(self, dataset: "ds.Dataset", projection: Projection) -> None:
         self._dataset = dataset
@@ -150,7 +150,7 @@ class FragmentFormat(ShardFormat):
     def _part(
         self, fragment: "ds.Fragment", number: int, parts: int
     ) -> Iterator[pa.RecordBatch]:
-        """Return the batches of part ``number`` of ``parts`` of a fragment."""
+        """Return the batches of one part of a fragment that is cut into ``parts``."""
         if parts == 1:
             return self._batches(fragment)
         if self._condition is None and not self._is_native:

@@ -1,4 +1,4 @@
-"""Parquet files: row groups as shards; only the projected columns are read.
+"""Parquet files, whose shards are row groups; only projected columns are read.
 
 Rows come in the order of files, row groups and rows. A row group is decoded a few
 thousand rows at a time, so memory does not depend on its size. Page checksums are
@@ -42,7 +42,7 @@ _MAGIC = b"PAR1"
 _BATCH_BYTES = 1 << 20
 # For up to this many columns, a lookup is cheaper than a thread call for it.
 _MAX_QUICK_COLUMNS = 64
-# Small row groups are decoded in one thread call: maximum bytes, minimum number.
+# Maximum bytes and minimum number of small row groups to decode in one thread call.
 _GROUPED_BYTES, _MIN_GROUPED = 4 << 20, 2
 _MIN_REQUEST = 1 << 16
 _MIN_BUFFER, _MAX_BUFFER = 1 << 14, 1 << 20
@@ -53,14 +53,14 @@ class Footer:
     """A parsed footer, and cached facts about the projected columns."""
 
     metadata: pq.FileMetaData
-    # Indices of their leaf columns once looked up; a nested column has several.
+    # Indices of the leaf columns once looked up; a nested column has several.
     leaves: list[int] | None = None
     # Whether the projected columns can be opened in all row groups.
     is_sound: bool = False
 
 
 class ParquetFormat(TableFormat):
-    """Row groups of Parquet files; a shard is (address, row group[, part, parts])."""
+    """A format for Parquet files; a shard is (address, row group[, part, parts])."""
 
     def open_together(
         self, shards: Sequence[FilePart], budget: int
@@ -80,7 +80,7 @@ class ParquetFormat(TableFormat):
         return [*readers]
 
     def _small_size(self, shard: FilePart) -> int | None:
-        """Estimate the bytes to read; None if the shard needs its own thread call."""
+        """Estimate a shard's bytes to read; None if it needs its own thread call."""
         address, number, *more = shard
         meta = self._cache.get(address)
         if more or meta is None or self.storage.path(address) is None:
@@ -100,7 +100,7 @@ class ParquetFormat(TableFormat):
     def _parse_footer(
         self, footer: bytes, version: Version, address: str, location: str
     ) -> FileMetadata:
-        """Parse a footer. Runs in a thread, because wide tables take long."""
+        """Parse a footer, in a thread because that takes long for wide tables."""
         try:
             metadata = pq.read_metadata(pa.BufferReader(_MAGIC + footer))
             schema = checked(metadata.schema.to_arrow_schema())
@@ -190,7 +190,7 @@ def _within(least: int, value: int, most: int) -> int:
 
 
 def _footer_length(tail: bytes, size: int, location: str) -> int:
-    """Return the length from the footer to the file's end; raise if there is none."""
+    """Return the length from the footer to the file's end; raise without a footer."""
     end = tail[-_END_BYTES:]
     if end[4:] == b"PARE":
         text = f"{location!r} is an encrypted Parquet file: decrypt it first"
@@ -253,7 +253,7 @@ def _spans(
 def _why_unsound(
     meta: FileMetadata, number: int | None, names: list[str]
 ) -> Exception | None:
-    """Return the error in the columns of row group ``number`` (None: of any), or None.
+    """Return the error in the columns of a row group, or of any if ``number`` is None.
 
     The check starts to read, and stops at the first read. A damaged footer fails before
     that; inspecting the columns instead could end the process by a C++ exception.

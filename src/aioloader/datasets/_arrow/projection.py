@@ -1,4 +1,4 @@
-"""The part of a table to read: columns, filtered rows, and values that replace NULL.
+"""Which columns and rows of a table are read, and which values replace NULLs.
 
 The files of a listing form one table. They may differ in column order, in nullability,
 and in types if these have a common type; a value that a safe cast rejects is an error.
@@ -30,17 +30,17 @@ MISFITS = (ValueError, TypeError, NotImplementedError)
 # Column to value, from a file's name; None means NULL.
 Partition: TypeAlias = dict[str, str | None]
 
-# With more columns whose NaNs may match, skip no row groups: each doubles the work.
+# If NaNs in more columns may match, skip no row groups: each column doubles the work.
 _MAX_NANS = 4
 _NULL = "__HIVE_DEFAULT_PARTITION__"
-# How many recent schemas a file's is compared with; most files have one of these.
+# How many recent schemas each schema is compared with; most files have one of them.
 RECENT_SCHEMAS = 8
 
 
 class Partitions:
     """The columns in directory names (``year=2024/``), typed as in ``given``.
 
-    Columns not in ``given`` are int32 if all values are such numbers, else strings.
+    Columns not in ``given`` are int32 if all values fit, else strings.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Partitions:
         return schema
 
     def guarantee(self, name: str, own: pa.Schema) -> pc.Expression | None:
-        """Return the condition that a name implies, leaving out columns in ``own``."""
+        """Return the condition that a name implies for columns that ``own`` lacks."""
         guarantee, values = None, self.of(name)
         for field in self._columns:
             if field.name not in values or field.name in own.names:
@@ -127,7 +127,7 @@ class Filters:
         return f"{text} {blake2b(data, digest_size=8).hexdigest()}"
 
     def names(self, schema: pa.Schema) -> list[str]:
-        """Find the columns that the condition uses, by trying without some columns."""
+        """Return the columns that the condition needs, found by leaving columns out."""
         table = schema.empty_table()
         try:
             table.filter(self.expression)
@@ -169,10 +169,10 @@ class Filters:
     def row_groups(
         self, size: int, tail: bytes, schema: pa.Schema, guarantee: pc.Expression | None
     ) -> set[int] | None:
-        """Return a Parquet file's row groups that may match; None means all of them.
+        """Return a Parquet file's row groups that may match, by number; None means all.
 
         ``size``: the file's length. ``tail``: its end, starting with the footer.
-        ``schema``: includes the columns in its name, to which ``guarantee`` applies.
+        ``schema``: includes columns of the file's name. ``guarantee``: their values.
         """
         from pyarrow import dataset  # noqa: PLC0415  (slow to import)
 
@@ -293,7 +293,7 @@ class Projection:
         }
 
     def start(self, first: pa.Schema, location: str) -> Self:
-        """Start a table with its first file; call it on a copy if there are readers."""
+        """Start a listing with its first file; with readers, call this on a copy."""
         given = self.given
         names = list(self._columns or first.names)
         read = list(names)
@@ -316,7 +316,7 @@ class Projection:
         return self
 
     def add(self, schema: pa.Schema, location: str, *, is_late: bool = False) -> None:
-        """Unify a file's columns with the table; ``is_late``: its types are final."""
+        """Unify a file's columns with the table; ``is_late``: types may not change."""
         if any(schema is seen or schema.equals(seen) for seen in self._seen):
             return
         for name in self.names:
@@ -363,14 +363,14 @@ class Projection:
         return self
 
     def checked(self, schema: pa.Schema, location: str) -> Self:
-        """Check that a file fits the table; without a listing, return a new table."""
+        """Check that a file fits; before any listing, return a copy started with it."""
         if not self.names:
             return copy.copy(self).start(schema, location).settle()
         self.add(schema, location, is_late=True)
         return self
 
     def present(self, schema: pa.Schema) -> list[str]:
-        """Return those of the columns to read that ``schema`` has, in reading order."""
+        """Return the columns to read that ``schema`` contains, in reading order."""
         available = {*schema.names}
         return [name for name in self.names if name in available]
 
@@ -476,7 +476,7 @@ def promoted(left: pa.DataType, right: pa.DataType) -> pa.DataType | None:
 
 
 def _group(kind: pa.DataType) -> int:
-    """Return a type's class: 0 null, 1 binary, 2 decimal, 3 other; nested: maximum."""
+    """Return 0 for null, 1 binary, 2 decimal, 3 other types; the maximum if nested."""
     types = pa.types
     if types.is_null(kind):
         return 0
@@ -540,7 +540,7 @@ def _conflict(name: str, kind: pa.DataType, location: str, before: str) -> Datas
 
 
 def _check_filled(value: Any, kind: pa.DataType) -> None:
-    """Check a value of ``nulls=``: unlike a safe cast, pa.scalar may change it."""
+    """Raise if ``pa.scalar``, unlike a safe cast, would change ``value``."""
     is_struct = pa.types.is_struct(kind) and isinstance(value, Mapping)
     if is_struct and (unknown := {*value} - {field.name for field in kind}):
         raise ValueError(f"it has no {', '.join(map(repr, sorted(unknown)))}")

@@ -1,4 +1,4 @@
-"""A file object for pyarrow whose bytes come from prefetched ranged requests.
+"""A file object for pyarrow that gets its bytes by prefetched range requests.
 
 The plan lists the ranges in their order of use. The event loop requests ranges in
 advance, within a budget; pyarrow reads in a thread and waits there for missing bytes. A
@@ -28,7 +28,7 @@ _MAX_GAP = 1 << 16
 
 @dataclass
 class FetchedRange:
-    """A requested range of the file; released when all ``unread`` bytes are read."""
+    """A planned byte range of a file; released when no byte of it is ``unread``."""
 
     start: int
     stop: int
@@ -40,7 +40,7 @@ class FetchedRange:
 def plan(
     spans: Iterable[ByteSpan], max_bytes: int, *, in_order: bool = False
 ) -> list[FetchedRange]:
-    """Return the requests for ``spans`` of a file, in their order of use.
+    """Return the requests for ``spans`` of a file, in the order of their use.
 
     Cuts spans longer than ``max_bytes``, and joins neighbouring short ones. Unless
     ``in_order``, spans are assumed to be read in parallel, like columns: requests are
@@ -97,10 +97,10 @@ class RangeFile(io.RawIOBase):
 class FetchedRanges:
     """Prefetched ranges of one file, within ``budget`` bytes.
 
-    ``begin`` and ``aclose`` run on the loop's thread, ``read`` in one decoding thread,
-    which starts after ``begin``; from then on, only it sends requests. The ranges of
-    ``plan`` do not overlap; a single one may exceed the budget. ``in_order``: reads
-    only move forward, so skipped ranges are released too.
+    ``begin`` and ``aclose`` run on the loop's thread. ``read`` runs in one decoding
+    thread, which starts after ``begin``; then only this thread sends requests. The
+    ranges of ``plan`` do not overlap; one range may exceed the budget. ``in_order``:
+    reads only move forward, so skipped ranges are released too.
 
     Attributes:
         tail: The end of the file if known; it is not requested again.
@@ -170,7 +170,7 @@ class FetchedRanges:
     # -- in the thread --------------------------------------------------------------
 
     def read(self, start: int, stop: int) -> Buffer:
-        """Return bytes of the file; wait for their requests, and raise any error."""
+        """Return a byte range; wait for its requests, and raise their errors."""
         if self.tail and start >= (tail_start := self._size - len(self.tail)):
             return self.tail[start - tail_start : stop - tail_start]
         parts: list[memoryview] = []
@@ -225,7 +225,7 @@ class FetchedRanges:
         return body
 
     def _release(self, fetched: FetchedRange) -> None:
-        """Release a range's bytes, and prefetch more; a later read fetches again."""
+        """Release a range's bytes, and prefetch more; later reads request again."""
         size = fetched.stop - fetched.start
         if fetched.body is not None:
             self._held -= size

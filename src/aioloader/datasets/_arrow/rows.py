@@ -30,7 +30,7 @@ _QUICK_BYTES, _QUICK_COLUMNS = 1 << 18, 64
 Values: TypeAlias = npt.NDArray[Any]
 Flags: TypeAlias = npt.NDArray[np.bool_]
 Dtype: TypeAlias = np.dtype[Any]
-# A numpy array for numbers of one shape without NULLs; else an Arrow array.
+# A numpy array for numbers of one shape without NULLs, otherwise an Arrow array.
 Column: TypeAlias = Values | pa.Array
 # Errors for times that Python cannot represent; LookupError: an unknown time zone.
 _NOT_IN_PYTHON = OverflowError, ValueError, LookupError
@@ -172,7 +172,7 @@ class Rows(Sequence[dict[str, Any]]):
         return self._with_parts([RowSlice(columns, 0, len(rows))])
 
     def joined(self, blocks: Sequence[Any]) -> "Rows | None":
-        """Return these rows, then those of ``blocks``; None if their columns differ."""
+        """Return these rows, then the rows of ``blocks``; None if columns differ."""
         parts = list(self.parts)
         for block in blocks:
             if not isinstance(block, Rows) or self.names != block.names:
@@ -183,7 +183,7 @@ class Rows(Sequence[dict[str, Any]]):
         return self._with_parts(parts)
 
     def interleaved(self, blocks: Sequence[Any]) -> "Rows | None":
-        """Return a copy, interleaved with ``blocks``; None if their columns differ."""
+        """Return these rows interleaved with ``blocks``; None if columns differ."""
         joined, count = self.joined(blocks), 1 + len(blocks)
         if joined is None:
             return None
@@ -225,7 +225,7 @@ class Rows(Sequence[dict[str, Any]]):
 
     @property
     def is_quick(self) -> bool:
-        """Whether ``collate`` takes at most about 0.1 ms: only numbers, and few."""
+        """Whether all values are numbers, so few that ``collate`` takes 0.1 ms."""
         if len(self.names) * len(self.parts) > _QUICK_COLUMNS:
             return False
         nbytes = 0  # a plain loop, because this runs for each batch
@@ -346,7 +346,7 @@ def _is_whole(array: pa.Array, fixed: Dtype) -> bool:
 
 
 def _view(array: pa.Array, fixed: Dtype) -> Values:
-    """View a plain array's numbers (booleans: a copy); NULLs have any value."""
+    """View a plain array's numbers, or copy booleans; values at NULLs are arbitrary."""
     leaf, dtype = _leaf(array, fixed), fixed.base
     size, offset, buffer = len(leaf), leaf.offset, leaf.buffers()[1]
     if not size or buffer is None:
@@ -556,7 +556,7 @@ def _is_text(kind: pa.DataType) -> bool:
 
 
 def _is_exact(kind: pa.DataType) -> bool:
-    """Return whether a type has exact numbers as text: Arrow decimals lack NaN."""
+    """Return whether a type stores numbers as text, since Arrow decimals lack NaN."""
     is_opaque = getattr(kind, "extension_name", "") == "arrow.opaque"
     return is_opaque and kind.type_name == "numeric"
 

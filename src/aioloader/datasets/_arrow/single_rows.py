@@ -18,7 +18,7 @@ from aioloader.errors import DatasetError
 
 
 class MappedTable(NamedTuple):
-    """A local Arrow file: which columns to read, and the rows in each record batch."""
+    """A local Arrow file, with its columns to read and its record batches' lengths."""
 
     address: str
     path: str

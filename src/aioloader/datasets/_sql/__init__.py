@@ -1,1 +1,1 @@
-"""Reading of database rows: addresses, snapshots, key ranges and readers."""
+"""Modules that read the rows of a database in key ranges of one snapshot."""

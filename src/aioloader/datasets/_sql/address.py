@@ -1,4 +1,4 @@
-"""Database URLs, the table or query to read, and drivers' errors with retries.
+"""Database URLs, tables and queries to read, and retries after drivers' errors.
 
 No message, repr or pickle shows a password, except pickles for the loader's workers.
 Drivers print URLs that they cannot parse, so this module checks a URL's form first. Our
@@ -28,7 +28,7 @@ from aioloader.errors import (
 _LOG = logging.getLogger("aioloader")
 T = TypeVar("T")
 
-# A URL's part before the question mark: [account@]hosts[/name].
+# The part of a server's URL before the question mark: [account@]hosts[/name].
 _HOST = r"(?:\[[^][/@#]*\]|[^][:,/@#]*)(?::\d*)?"
 _SERVER = re.compile(rf"(?:[^:/@#]*(?::[^/@#]*)?@)?{_HOST}(?:,{_HOST})*(?:/[^@#]*)?")
 _QUERY = re.compile(r"(?:\w+=[^&#]*(?:&|\Z))*")
@@ -52,7 +52,7 @@ _ONLY_LIBPQ = (
 
 _SERVER_ERROR = re.compile(r"\b(?:ERROR|FATAL|PANIC):\s+([^\n]+)")
 _STATUS = re.compile(r"^[A-Z_]+: (?=\S)|\[(?:libpq|SQLite)\] |Failed to [a-z ]+: ")
-# Patterns for kinds of errors: of the SQLSTATE, or of the text if there is none.
+# Patterns that classify an error by its SQLSTATE or, without one, by its text.
 _REFUSED = re.compile(
     r"^(?:28\w{3}|42501)$|authentication failed|no password supplied|permission denied|"
     r"no pg_hba\.conf entry|role .* does not exist|not authorized"
@@ -132,7 +132,7 @@ class DatabaseURL:
         return os.path.abspath(self._path)  # noqa: PTH100  (no links followed)
 
     def for_driver(self) -> str:
-        """Return the ADBC driver's URI: read-only for SQLite; libpq's with password."""
+        """Return the driver's URI (SQLite: read-only; PostgreSQL: with password)."""
         before, query = self._parts()
         if not self.is_sqlite:  # libpq uses the last of repeated parameters
             return f"{before}?{'&'.join((_DEFAULTS, *query, _ENCODING))}"
@@ -325,7 +325,7 @@ class Relation:
         self._from = f"{rows} AS q"
 
     def describe(self) -> dict[str, Any]:
-        """Return the settings that decide the rows; JSON-ready, with a digest."""
+        """Return the settings that decide the rows, as JSON-serialisable data."""
         words = repr((self.text, self.parameters)).encode("utf-8", "surrogatepass")
         return {
             "query": self.label,
@@ -361,7 +361,7 @@ class Relation:
     def names(
         self, available: Sequence[str], hidden: Collection[str] = ()
     ) -> Sequence[str]:
-        """Check and return the columns to deliver; ``hidden`` ones only if named."""
+        """Check and return the columns to deliver; ``hidden`` columns must be named."""
         shown = ", ".join(available)
         if len(set(available)) < len(available):
             raise ValueError(f"columns must have distinct names, got {shown}")

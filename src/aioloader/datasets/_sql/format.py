@@ -1,4 +1,4 @@
-"""Database tables and queries as shards: key ranges, read in one snapshot.
+"""A format whose shards are key ranges of a database table or query.
 
 Rows come in key order. The budget limits the memory for rows read ahead. ADBC bundles
 its own copy of SQLite, and two copies in one process ignore each other's locks: to
@@ -37,12 +37,12 @@ SQLShard: TypeAlias = tuple[KeyRange | None, Session]
 
 
 class SQLFormat(ShardFormat[SQLShard]):
-    """A table or query, read in ranges of a unique key, in key order.
+    """A format for a table or query, read in ranges of a unique key, in key order.
 
     All ranges of an iteration read one snapshot. A state contains the keys between
     ranges, and each range's last delivered key. A resumed iteration reads later rows
     from a new snapshot. Steps that read ahead (``shuffle``, async ``map``, ``readers``)
-    rewind by counting rows, which is exact if no such row was written meanwhile.
+    rewind by counting rows, which is exact unless such rows were written meanwhile.
 
     See ``SQLDataset`` for the arguments. The URL may be sealed. ``partitions`` may be
     the result of ``plan`` on another rank, so that all ranks have the same ranges.

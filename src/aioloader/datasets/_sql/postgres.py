@@ -1,6 +1,6 @@
-"""PostgreSQL: parallel connections that read one snapshot by COPY.
+"""PostgreSQL sessions, whose connections read one snapshot in parallel by COPY.
 
-The leader, one of the connections, exports its snapshot and keeps it alive; the others
+One connection, the leader, exports its snapshot and keeps it alive; other connections
 adopt it. Rows are streamed in key order. A query with parameters needs a server-side
 cursor, which halves the speed. The driver would read an infinite date as an ordinary
 day; here it becomes an error or NULL.
@@ -76,7 +76,7 @@ WHERE path || typname = '_numeric' OR typname IN
 POINT_TYPES = frozenset(kind for kind, rule in _INFINITE.items() if rule is _POINT)
 _LOG = logging.getLogger("aioloader")
 _BEGIN = "BEGIN ISOLATION LEVEL REPEATABLE READ, READ ONLY"
-# No timeouts, as in pg_dump, because consumers may be slow; one text format for keys.
+# Timeouts are off, as in pg_dump, because consumers may be slow. Dates get one format.
 # The view pg_settings is not used: it would compute all settings for each connection.
 _SETTINGS = """
 SELECT set_config(name, '0', true) FROM (VALUES ('statement_timeout'),
@@ -107,14 +107,14 @@ _EXACT_CASTS = {
     "_numeric": "{}::text[]",
     "_money": "{}::numeric[]::text[]",
 }
-# Finds a non-deterministic collation; these exist since version 12.
+# Finds a non-deterministic collation; such collations exist since version 12.
 _LOOSE_COLLATION = """
 SELECT 1 FROM pg_collation AS c JOIN pg_namespace AS n ON n.oid = c.collnamespace
 WHERE to_jsonb(c) ->> 'collisdeterministic' = 'false' AND ({key}) COLLATE "C" IN
 (quote_ident(c.collname), quote_ident(n.nspname) || '.' || quote_ident(c.collname))
 """
 _TYPE_QUERY = "SELECT typname::text FROM pg_type WHERE oid = $1::oid"
-# How many pages to sample, for ranges that differ by about 10 %; bytes of a page.
+# How many pages to sample (ranges then differ by about 10 %), and bytes of a page.
 _PAGES, _PAGE_BYTES = 400, 8192
 _SIZE_QUERY = """
 SELECT c.relkind::text, CASE c.relkind WHEN 'p' THEN
@@ -144,7 +144,7 @@ def selection(columns: Mapping[str, tuple[str, str]], infinity: Infinity) -> str
 
 
 def parts_query(relation: Relation, columns: Iterable[str]) -> str:
-    """Return the query for columns' nested types, input of ``types_by_parts``."""
+    """Return a query for nested types of columns; ``types_by_parts`` uses its rows."""
     nothing = "LIMIT 0"
     kinds = (
         f"({number}, pg_typeof(({relation.select(column(name), nothing)}))::oid)"
@@ -211,7 +211,7 @@ class Postgres(Session):
 
     async def begin(self, partitions: int | Sequence[Key]) -> list[KeyRange]:
         leader = await self._start_leader()
-        # Planning takes as long as connecting: meanwhile open a reader's connection.
+        # Planning takes as long as connecting, so open a reader's connection meanwhile.
         spare = asyncio.create_task(self._add_idle())
         try:
             return await leader.run(self._divide, leader, partitions)
@@ -241,7 +241,7 @@ class Postgres(Session):
         self._idle.append(await self._new())
 
     async def _new(self) -> Connection:
-        """Return a new connection that reads the snapshot, renewed if it is lost."""
+        """Return a connection to the snapshot; take another snapshot if it is lost."""
         while self._leader is not None:
             snapshot, adopted = self._snapshot, ""
             connection = Connection(self.address, like=self._leader)
@@ -291,7 +291,7 @@ class Postgres(Session):
                 is_again = is_again and not batch.num_rows
 
     def _rows(self, batch: "pa.RecordBatch") -> Block:
-        """Return a batch's rows; one with an infinite date becomes a FailedSample."""
+        """Return a batch's rows; a row with an infinite date becomes a FailedSample."""
         rows = super()._rows(as_decimals(batch, self._decimals))
         if FLAG not in batch.schema.names:
             return rows
@@ -347,7 +347,7 @@ class Postgres(Session):
         self._decimals = [n for n in self.names if is_exact and types[n] in FLOAT_CASTS]
 
     def _cuts(self, connection: Connection, partitions: int) -> list[Key]:
-        """Return quantiles of the key, of sampled pages if the relation is a table."""
+        """Return quantiles of the key; a table's are estimated from sampled pages."""
         sample = ""
         if not self.relation.is_query:
             tables = connection.fetch(_SIZE_QUERY, (self.relation.table(),))
@@ -355,7 +355,7 @@ class Postgres(Session):
             if kind in {"r", "m", "p"}:
                 share = min(100.0, 100.0 * _PAGES * _PAGE_BYTES / max(1, size or 0))
                 sample = f"TABLESAMPLE SYSTEM ({share:.6f}) REPEATABLE (0)"
-        # 1e-9 more: the first key of a range, not the last key of the previous one.
+        # Add 1e-9 to get the first key of a range, not the last of the previous one.
         shares = [f"{n / partitions + 1e-9:.12f}" for n in range(1, partitions)]
         quantiles = (
             f"percentile_disc(ARRAY[{', '.join(shares)}]::float8[]) "
@@ -367,7 +367,7 @@ class Postgres(Session):
 
 
 def _begin(connection: Connection, snapshot: str = "") -> str:
-    """Start a transaction in ``snapshot``, or export a new one if it is empty.
+    """Start a transaction in ``snapshot``; if that is empty, export a new snapshot.
 
     Returns the snapshot's name; empty if the given snapshot is lost.
     """
@@ -385,7 +385,7 @@ def _begin(connection: Connection, snapshot: str = "") -> str:
 
 
 def _types(connection: Connection, schema: "pa.Schema") -> list[str]:
-    """Return PostgreSQL's type name of each column."""
+    """Return PostgreSQL's name of each column's type."""
     given = [(field.metadata or {})[b"POSTGRESQL:type"].decode() for field in schema]
     # The driver identifies types from extensions only by number.
     names: dict[str, str] = {}

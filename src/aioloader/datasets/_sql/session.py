@@ -1,4 +1,4 @@
-"""An iteration over a table or query: its snapshot, connections and range readers.
+"""The snapshot, connections and range readers of an iteration over a database.
 
 ``sqlite`` and ``postgres`` derive their sessions from ``Session``: they take snapshots,
 find types, and cut and read ranges. A key is an int or text; bytes are hexadecimal.
@@ -137,7 +137,7 @@ class Connection(CpuThread):
     def batches(
         self, sql: str, parameters: Any, options: Mapping[str, str]
     ) -> "Generator[pa.RecordBatch, None, None]":
-        """Yield a query's record batches; ``options`` are the driver's."""
+        """Yield a query's record batches; ``options`` are set in the driver."""
         with self.cursor() as cursor:
             cursor.adbc_statement.set_options(**options)
             cursor.execute(sql, parameters or None)
@@ -234,11 +234,11 @@ class Session(abc.ABC):
 
     @abc.abstractmethod
     def _cuts(self, connection: Connection, partitions: int) -> list[Key]:
-        """Return keys that cut the rows into ``partitions`` of about equal size."""
+        """Return keys that cut the rows into ``partitions`` ranges of similar size."""
 
     @abc.abstractmethod
     def _key_value(self, key: Key) -> Any:
-        """Return a key in the form of a query parameter."""
+        """Convert a key to a value that the driver accepts as a parameter."""
 
     def _divide(
         self, connection: Connection, partitions: int | Sequence[Key]
@@ -267,7 +267,7 @@ class Session(abc.ABC):
 
     @property
     def _columns(self) -> Sequence[str]:
-        """The columns to read: those to deliver, and the key."""
+        """The columns to read, which are the columns to deliver and the key."""
         has_key = self.relation.key in self.names
         return self.names if has_key else (*self.names, self.relation.key)
 
@@ -294,7 +294,7 @@ class Session(abc.ABC):
         )
 
     def _statement(self, span: KeyRange, bound: str) -> str:
-        """Return a range's query; ``bound`` is the SQL for a bound, ``{}`` its name."""
+        """Return a range's query; in ``bound`` (SQL), ``{}`` becomes start or stop."""
         bounds = [
             f"{self._key} {sign} {bound.format(name)}"
             for name, sign, _ in span.bounds()
@@ -305,7 +305,7 @@ class Session(abc.ABC):
     def _new_rows(
         self, batch: "pa.RecordBatch", last: Key | None, *, is_again: bool
     ) -> "tuple[pa.Array, Block] | None":
-        """Return a batch's keys and rows after the key ``last``; None if it has none.
+        """Return a batch's keys and rows after the key ``last``, or None without rows.
 
         Raises a ValueError if a key repeats. ``is_again``: the query started at
         ``last``, so a first row with that key was read before, and is dropped.
@@ -340,7 +340,7 @@ class SQLReader(BlockReader):
     """Reads one range after the key ``last``, one batch ahead; reconnects if needed.
 
     A connection's thread reads a batch while the previous one is consumed. A batch is a
-    quarter of the budget, from 64 KiB to 4 MiB. A block's mark is its keys' column.
+    quarter of the budget, from 64 KiB to 4 MiB. A block's mark is its key column.
     """
 
     is_ahead = True
@@ -425,7 +425,7 @@ class SQLReader(BlockReader):
 
 
 def encoded(value: Any) -> Key:
-    """Return a key in the form for states and queries; raise if it is NULL."""
+    """Convert a key to the int or text of states and queries; raise if it is NULL."""
     match value:
         case None:
             raise ValueError("it is NULL")
@@ -438,5 +438,5 @@ def encoded(value: Any) -> Key:
 
 
 def fitting(row_bytes: float, batch_bytes: int) -> int:
-    """Return how many rows of ``row_bytes`` fit into ``batch_bytes``; at least 1."""
+    """Return how many rows of ``row_bytes`` make a batch, from 1 to ``_MAX_ROWS``."""
     return max(1, min(int(batch_bytes / max(1.0, row_bytes)), _MAX_ROWS))

@@ -1,4 +1,4 @@
-"""SQLite: a few connections that read one snapshot of a file, in batches.
+"""SQLite sessions, whose connections read one snapshot of a file in batches.
 
 Their read transactions all start between the same two commits. In WAL mode, writers
 continue; otherwise they wait until the iteration ends. SQLite types values, not
@@ -69,7 +69,7 @@ class SQLite(Session):
         self._types: dict[str, str] = {}  # Arrow types, by column
         self._mixed: list[str] = []  # float columns that may hold integers
         self._row_bytes = 1  # approximate mean
-        self._sorts = False  # whether queries sort all rows: the key has no index
+        self._sorts = False  # whether queries sort all rows, as without an index
 
     async def begin(self, partitions: int | Sequence[Key]) -> list[KeyRange]:
         count = partitions if isinstance(partitions, int) else len(partitions) + 1
@@ -98,7 +98,7 @@ class SQLite(Session):
         await close_all(connections)
 
     async def _take_snapshot(self) -> None:
-        """Start all transactions at one state of the file, or keep one connection."""
+        """Start all transactions at one state of the file, or keep one transaction."""
         connections, witness = [*self._connections], Connection(self.address)
         try:
             for _ in range(_TRIES):
@@ -120,7 +120,7 @@ class SQLite(Session):
     def scan(
         self, connection: Connection, span: KeyRange, last: Key | None, batch_bytes: int
     ) -> Scan:
-        """Yield the batches of a range; restart the query to change their size."""
+        """Yield a range's batches; restart the query to change the batch size."""
         # A query that sorts would sort again after each restart.
         count = fitting(self._row_bytes, batch_bytes) if self._sorts else 1
         while True:
@@ -149,12 +149,12 @@ class SQLite(Session):
                     else:
                         return
                 except OSError as exc:
-                    # A value of another type: a restart makes the driver infer again.
+                    # A value has another type; a restart makes the driver infer again.
                     if "Type mismatch" not in str(exc) or last == before:
                         raise
 
     def _rows(self, batch: "pa.RecordBatch") -> Block:
-        """Return a batch's rows; one with invalid UTF-8 becomes a FailedSample."""
+        """Return a batch's rows; a row with invalid UTF-8 becomes a FailedSample."""
         if _is_valid(batch):
             return super()._rows(batch)
         texts = [n for n in batch.schema.names if not _is_valid(batch.select([n]))]
@@ -228,7 +228,7 @@ class SQLite(Session):
         self._row_bytes = int(sum(8 + float(mean or 0) for mean in row[1::2])) + 1
 
     def _facts(self, connection: Connection, names: Sequence[str]) -> Sequence[Any]:
-        """Return two facts per column, from the first rows: types and mean length."""
+        """Return each column's types and mean length in turn, from the first rows."""
         # In a subquery, SQLite gets the length of a blob without reading the blob.
         facts = ", ".join(
             f"typeof({column(name)}) AS t{n}, length({column(name)}) AS l{n}"
@@ -243,7 +243,7 @@ class SQLite(Session):
         return row
 
     def _later_type(self, connection: Connection, name: str, declared: str) -> str:
-        """Return the Arrow type of a column's first value that is not NULL."""
+        """Return the Arrow type of a column's first non-NULL value, or a default."""
         condition = f"WHERE {column(name)} IS NOT NULL LIMIT 1"
         row = self._query_row(connection, f"typeof({column(name)})", condition)
         # Views declare untyped columns as BLOB, so use that only if there is no value.
@@ -300,7 +300,7 @@ class SQLite(Session):
         return pa.RecordBatch.from_arrays(arrays, schema=schema)
 
     def _check_digits(self, connection: Connection, batch: "pa.RecordBatch") -> None:
-        """Raise if an integer in a float column changes its value as a float."""
+        """Raise if an integer in a float column has no exact float."""
         from pyarrow import compute  # noqa: PLC0415  (an optional dependency)
 
         for name in self._mixed:
@@ -319,7 +319,7 @@ class SQLite(Session):
                 )
 
     def _cuts(self, connection: Connection, partitions: int) -> list[Key]:
-        """Return cuts at equal distances, or by rank (two passes) for uneven keys."""
+        """Return keys at equal distances or, if keys are uneven, at equal ranks."""
         is_simple = self._key_type == "integer" and not self.relation.is_query
         if is_simple and (even := self._even_cuts(connection, partitions)):
             return even
@@ -332,7 +332,7 @@ class SQLite(Session):
         return [*dict.fromkeys(cuts)]
 
     def _even_cuts(self, connection: Connection, partitions: int) -> list[Key] | None:
-        """Return cuts at equal key distances; None if the keys are uneven or few."""
+        """Return keys at equal distances; None if the keys are few or uneven."""
         # One query for both min and max would make SQLite read all rows instead of two.
         ends = [self._query_row(connection, f"{end}({self._key})") for end in _ENDS]
         (first,), (last,) = ends
@@ -349,7 +349,7 @@ class SQLite(Session):
         return [first + width * n // partitions for n in range(1, partitions)]
 
     def _nth(self, connection: Connection, since: Any, rank: int) -> Any:
-        """Return the key ``rank`` places after the first one >= ``since``, or None."""
+        """Return the key ``rank`` rows after the first key >= ``since``, or None."""
         order, values = f"ORDER BY {self._key} LIMIT 1 OFFSET ?", [rank]
         if since is not None:
             order, values = f"WHERE {self._key} >= ? {order}", [since, rank]

@@ -1,4 +1,4 @@
-"""Addresses of shards: parsing into store and key, patterns, and labels for messages.
+"""Split addresses of shards into store and key, match patterns, and label shards.
 
 ``spell`` makes an address from a listed key; ``split`` recovers the key. Patterns
 follow ``glob``: ``*``, ``?`` and ``[...]`` match within one segment, but not a leading
@@ -102,7 +102,7 @@ def spell(root: Address, key: str) -> Address:
 
 
 def _split(url: str) -> tuple[str, str, bool]:
-    """Return the store's URL, the encoded path, and whether not to split the URL."""
+    """Return the store's URL, the encoded path, and whether the URL stays whole."""
     scheme, _, rest = url.partition("://")
     is_web, query = scheme.lower() in {"http", "https"}, ""
     if is_web:
@@ -126,7 +126,7 @@ def name_of(address: Address) -> str:
 
 
 def sibling(address: Address, rename: Callable[[str], str]) -> Address:
-    """Return ``address`` with ``rename`` applied to all but its query and fragment."""
+    """Apply ``rename`` to an address, except to an HTTP URL's query and fragment."""
     is_web = address[:4].lower() == "http" and _SCHEME.match(address)
     length = len(re.split("[?#]" if is_web else r"\Z", address, maxsplit=1)[0])
     return seal_url(rename(address[:length]) + address[length:])
@@ -189,12 +189,12 @@ def has_signs(pattern: str) -> bool:
 
 
 def folder_of(pattern: str) -> str:
-    """Return the folder that contains all matches, without a trailing slash."""
+    """Return the folder of all a pattern's matches, without a trailing slash."""
     return re.split(r"[*?[]", pattern, maxsplit=1)[0].rpartition("/")[0]
 
 
 def globbed(pattern: str, folder: str) -> tuple[list[str], int]:
-    """Return the matching files below ``folder``, sorted, and a count of folders."""
+    """Return matching files below ``folder``, sorted, and how many folders match."""
     try:
         # A dict, because a pattern with two ** segments yields some paths twice.
         matches = dict(_walk(pattern, folder))
@@ -207,7 +207,7 @@ def globbed(pattern: str, folder: str) -> tuple[list[str], int]:
 
 
 def _walk(pattern: str, folder: str) -> Iterator[tuple[str, bool]]:
-    """Yield (path, is_folder) like ``glob``, but raise if a folder cannot be listed."""
+    """Yield each match and whether it is a folder; raise if a folder is unreadable."""
     above, name = os.path.split(pattern) if has_signs(pattern) else ("", pattern)
     parents: Iterable[str] = [above]
     if has_signs(above):

@@ -1,9 +1,9 @@
-"""Readers for the bytes of an object or file: single ranges, or a prefetched stream.
+"""Readers of stored objects and local files, by single byte ranges or as a stream.
 
 All responses for an object must have the same version and the requested length. With a
 cache, streams are read in aligned blocks, which processes share; a table's ranges are
-cached as requested. Cache keys include the object's version. Each stream requests it
-once, with one byte; tables reuse a version for ten minutes.
+cached as requested. Cache keys include the object's version. Each stream
+requests one byte to learn the version; tables reuse a version for ten minutes.
 """
 
 import asyncio
@@ -52,7 +52,7 @@ _CACHE_BLOCK = 4 << 20
 _FRESH_SECONDS = 600.0
 _MAX_RANGED = 1 << 16  # maximum entries of ``Client.ranged``
 _WARNED: set[tuple[str, str]] = set()
-# Bytes of a piece, which is what one request of a stream returns.
+# Limits of a piece in bytes; each request of a stream returns one piece.
 _MIN_PIECE, _MAX_PIECE = 1 << 16, 8 << 20
 # Pieces in flight per object besides the one being parsed. With a small budget, their
 # number is reduced before their size falls below ``_WORTHWHILE`` bytes.
@@ -66,7 +66,7 @@ _WAITS, _MIN_WAITING, _MAX_REMAINING = 32, 0.5, 0.75
 START_DIVISOR = 8
 T = TypeVar("T")
 
-# Of a local file: bytes of a piece (fits a core's cache), and bytes per thread call.
+# Bytes of a local file's piece (fits a core's cache), and bytes per thread call.
 _FILE_PIECE, _FILE_PIECES = 1 << 19, 1 << 22
 
 
@@ -88,7 +88,7 @@ class Client:
         self.ranged: set[int] = set()
         self.soonest: float = math.inf
         self.ahead: int = 2
-        # Seconds waited for each recent piece; the total before ``ahead`` last doubled.
+        # Seconds waited for recent pieces, and in total before ``ahead`` last doubled.
         self._waits, self._before = list[float](), math.inf
         self._since = time.perf_counter()
 
@@ -114,7 +114,7 @@ class Client:
 
 
 class StoredObject:
-    """One object of a store; with a cache, it is fetched in aligned blocks."""
+    """An object in a store; with a cache, streams fetch it in aligned blocks."""
 
     def __init__(
         self,
@@ -145,7 +145,7 @@ class StoredObject:
         return WholeObject(self._store, self._key, self.client.tries)
 
     async def fetch(self, start: int, stop: int, version: Version | None) -> Piece:
-        """Return a range, of ``version`` if given; it is cut at the object's end."""
+        """Return a byte range, cut at the object's end; check a given ``version``."""
         if self._cache is None:
             return await self._request(start, stop, version)
         now = version
@@ -160,7 +160,7 @@ class StoredObject:
         return Piece(parts[0] if len(parts) == 1 else b"".join(parts), now)
 
     async def read(self, start: int, stop: int, version: Version) -> Buffer:
-        """Return a range of ``version``, from the cache if that has the same range."""
+        """Return a byte range of ``version``; read it from the cache if possible."""
         if self._cache is None or version.e_tag is None:
             return (await self._request(start, stop, version)).data
         size, e_tag, modified = version
@@ -191,7 +191,7 @@ class StoredObject:
         return version
 
     async def _request_version(self, expected: Version | None) -> Version:
-        """Request the current version; warn if it shows that nothing can be cached."""
+        """Request the current version; warn if the answer rules out caching."""
         try:
             version = (await self._request(0, 1, expected)).version
         except NoRangesError:
@@ -273,7 +273,7 @@ class ObjectBytes:
         self._start = self._read = self._sent = start  # bytes delivered, and requested
         self._is_over = start >= self._stop
         largest = max(budget // _MAX_AHEAD, min(budget // 4, _WORTHWHILE))
-        # A power of two: pieces end at its multiples.
+        # A power of two, because pieces end at multiples of their length.
         largest = 1 << max(_MIN_PIECE, min(_MAX_PIECE, largest)).bit_length() - 1
         self._largest, self._length = largest, _MIN_PIECE
         if object.block:
@@ -294,7 +294,7 @@ class ObjectBytes:
             self._request()
 
     async def read(self) -> Buffer:
-        """Return the next piece, or no bytes at the end; valid until the next call."""
+        """Return the next piece, empty at the end; it is valid until the next call."""
         if self._whole is not None:
             return await self._next_chunk(self._whole)
         self.begin()
@@ -327,7 +327,7 @@ class ObjectBytes:
         return is_all and self._sent - self._read <= self._max_window // 2
 
     def bytes_ahead(self) -> int | None:
-        """Return how many bytes are held or in flight; None until the size is known."""
+        """Return how many requested bytes are unread; None until the size is known."""
         is_known = self.version is not None or self._is_over
         return self._sent - self._read if is_known else None
 
@@ -352,7 +352,7 @@ class ObjectBytes:
                 return fresh
 
     def _fill(self) -> None:
-        """Send requests until the window is full or the end is requested."""
+        """Send requests until the window is full or all bytes are requested."""
         if not self._is_over:
             self._sent = min(self._sent, self._end)
             while self._sent < self._end and self._next() - self._read <= self._window:
@@ -484,7 +484,7 @@ def _read_into(file: int, buffer: memoryview) -> int:
 
 
 def _read_cached(file: int, buffer: memoryview) -> int | None:
-    """Read from the page cache; None if nothing is cached or it is unsupported."""
+    """Read only cached pages; None if there are none or the system cannot do it."""
     try:
         # -1: from the current position. Linux 5.9 and 5.10 may return 0 anywhere.
         return os.preadv(file, [buffer], -1, os.RWF_NOWAIT) or None
@@ -500,7 +500,7 @@ def bounds(start: int, stop: int, size: int) -> tuple[int, int]:
 def read_local(
     path: str, start: int, stop: int, version: Version | None
 ) -> tuple[bytes, Version]:
-    """Return a range of a local file, and the file's version; see ``Storage.part``."""
+    """Return a byte range of a local file, and its version; see ``Storage.part``."""
     try:
         with open(path, "rb", buffering=0, opener=opener) as file:
             current = version_of_file(file.fileno())

@@ -1,9 +1,9 @@
-"""A cache directory of immutable byte strings by key, shared by processes.
+"""A cache directory that maps keys to immutable bytes, shared by processes.
 
 Each entry is a file, renamed when complete, so readers see all of it or nothing. Files
 are not synced to disk: an entry torn by a power cut fails its checksum, and counts as
 missing. A process scans the directory, under a lock, after it has added 1/32 of the
-limit (all of it if alone). Scans evict the least recently used entries down to 7/8.
+limit (if alone: at the limit). Scans evict least recently used entries, down to 7/8.
 """
 
 import contextlib
@@ -34,18 +34,18 @@ _HEADER_BYTES = _FIELDS.size + _CHECKSUM.size
 _MAGIC = b"aiolc\r\n\1"
 # Digests depend on the format, so other format versions never find these entries.
 _PERSON = b"aioloader 1"
-# Seconds between updates of an entry's time of use, and of pause after a failed write.
+# Seconds between updates of an entry's time of use; also the pause of failed writes.
 _TOUCH_SECONDS = _PAUSE_SECONDS = 60.0
 # Each of several processes scans after adding 1/32 of the limit.
 _SCAN_FRACTION = 32
-# The scanning process locks this file; its modification time is the latest scan's.
+# A scanning process locks this file, and sets its modification time at the end.
 _SCAN_FILE = ".aioloader-scan"
 
 _FOLDER = re.compile(r"[0-9a-f]{2}")
 _ENTRY = re.compile(r"[0-9a-f]{62}")
 _TEMPORARY = re.compile(r"\.[0-9a-f]{62}\.(\d{1,9})\.[0-9a-f]{16}\.tmp")
-# Age in seconds at which a temporary file is removed: if its process has ended; in any
-# case, because the pid of a process in another container means nothing here.
+# Ages in seconds at which a temporary file is removed: the first if its process ended,
+# the second always, because the pid of another container means nothing here.
 _DEAD_AGE, _MAX_AGE = 60.0, 3600.0
 
 
@@ -59,7 +59,7 @@ class CacheDir:
 
     The limit applies to the sum of file lengths; each file has 52 bytes more than its
     data. Each process may overshoot by 1/32, and by entries being written. After a
-    failed write (disk full, no permission), writes pause for a minute. Warns once.
+    failed write (disk full, no permission), writes pause for a minute. Warns only once.
     """
 
     def __init__(self, directory: str | os.PathLike[str], max_bytes: int) -> None:
@@ -157,7 +157,7 @@ class CacheDir:
             return 0
 
     def _scan(self, size: int) -> int:
-        """Evict entries if ``size`` bytes do not fit; return the bytes still stored."""
+        """Evict entries until ``size`` bytes fit; return the bytes still stored."""
         sizes, times, now = array("q"), array("q"), time.time()
         for file, status in self._files():
             if _is_left_over(file.name, now - status.st_mtime):
@@ -196,7 +196,7 @@ def _digest(key: str) -> bytes:
 
 
 def _read(file: FileIO, digest: bytes) -> bytes | None:
-    """Return the data of an open entry, and note its use; None if it is damaged."""
+    """Return an entry's data, and update its time of use; None if it is damaged."""
     status = os.fstat(file.fileno())
     header = file.read(_HEADER_BYTES)
     if len(header) < _HEADER_BYTES:
@@ -253,7 +253,7 @@ def _entries_of(folder: str) -> Iterator["os.DirEntry[str]"]:
 
 @contextlib.contextmanager
 def _locked(path: str) -> Iterator[int]:
-    """Open a file, create it if missing, and lock it; wait for other processes."""
+    """Yield a locked file, created if missing; wait while another process locks it."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:

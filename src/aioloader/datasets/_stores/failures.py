@@ -45,7 +45,7 @@ _REFUSED_STATUSES = frozenset({400, 401, 403})
 
 
 class Version(NamedTuple):
-    """The version of an object or file.
+    """The version of a stored object or file, by which changes are noticed.
 
     Attributes:
         size: Length of the whole object, in bytes.
@@ -69,7 +69,7 @@ class Version(NamedTuple):
         return bool(self.e_tag) or self.modified is not None
 
     def is_of(self, other: "Version") -> bool:
-        """Return whether both versions agree in size, tag and date, where known."""
+        """Return whether size, tag and date agree if known; strong tags suffice."""
         if self.size != other.size:
             return False
         if self.e_tag and other.e_tag:
@@ -83,7 +83,7 @@ class Version(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def saved(location: str, version: Version) -> Mapping[str, Any]:
-    """Return a version for a state: size, and hashes of location and tag or date."""
+    """Return a version for a state; location and tag (or date) are only hashed."""
     if not version.e_tag:
         if not version.modified:
             return {"size": version.size}
@@ -101,10 +101,10 @@ def _hash(text: str) -> str:
 
 
 class Piece(NamedTuple):
-    """A part of an object.
+    """The bytes of a range of a stored object, and the version of that object.
 
     Attributes:
-        data: The bytes of the part, in any buffer.
+        data: The bytes of the range, in any buffer.
         version: The version of the whole object.
     """
 
@@ -126,7 +126,7 @@ class ExpectedVersion(NamedTuple):
         return cls(version, position.get("size"), position.get("stamp"))
 
     def check(self, location: str, current: Version, start: int = 0) -> None:
-        """Raise if the ``current`` version is another one, or ends before ``start``."""
+        """Raise if ``current`` differs from what is known, or ends before ``start``."""
         if self.version is not None and not current.is_of(self.version):
             raise changed(location, self.version, current)
         now = saved(location, current).get("stamp", "") if self.stamp else ""
@@ -173,7 +173,7 @@ def changed(location: str, before: Version, now: Version) -> DatasetError:
 
 
 def opener(path: str, flags: int) -> int:
-    """Open a file, as ``opener`` of ``open``; reject pipes, devices and ``/proc``."""
+    """Open a file for the built-in ``open``; reject pipes, devices and ``/proc``."""
     file = os.open(path, flags | NO_WAIT)
     try:
         facts = os.fstat(file)
@@ -199,7 +199,7 @@ def version_of_file(file: int | str) -> Version:
 
 
 class NoRangesError(DatasetError):
-    """The server does not support range requests."""
+    """Raised if a server does not support range requests."""
 
 
 def no_ranges(location: str) -> NoRangesError:
@@ -211,7 +211,7 @@ def no_ranges(location: str) -> NoRangesError:
 
 
 class Reason:
-    """What an obstore exception means, and the parts that are safe to show."""
+    """The meaning of an obstore exception, and a text that is safe to show."""
 
     def __init__(self, exc: Exception) -> None:
         name = type(exc).__name__
@@ -231,7 +231,7 @@ class Reason:
         if ranges and not ranges.strip("0123456789., got"):
             phrases.append(f"requested {ranges}")
         self.text = ", ".join(phrases)
-        # obstore requests the rest after a cut; if that has no ranges, only this shows.
+        # After a cut, obstore requests the rest; without ranges, only that error shows.
         self.is_cut_short = _CUT in phrases or _NO_RANGES in phrases
         is_past = self.status == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE
         # The messages of MemoryStore and LocalStore:
@@ -252,7 +252,7 @@ def _number(text: str) -> int:
 
 
 def failure_of(verb: str, location: str, exc: Exception, url: str = "") -> DatasetError:
-    """Return the error for an obstore exception; tell if a signed ``url`` expired."""
+    """Return the error for an obstore exception; say whether a signed URL expired."""
     reason = Reason(exc)
     kind = _kind_of(exc, reason)
     text = f"cannot {verb} {location!r}: {reason.text}"

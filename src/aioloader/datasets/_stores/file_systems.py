@@ -85,7 +85,7 @@ class FileSystemStore(Store):
             yield pairs[start : start + PAGE_KEYS]
 
     def failure(self, key: str, error: Exception, verb: str) -> Exception:
-        """Return the exception to raise; omit the text, which may hold signed URLs."""
+        """Convert ``error`` without its text, which may hold signed URLs."""
         words = words_of(error)
         return failure_of_source(verb, self.locate(key), error, words, self._hint)
 

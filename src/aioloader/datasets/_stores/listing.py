@@ -64,7 +64,7 @@ class Listing(Iterable[str]):
 
 
 def _is_folder(keys: Sequence[str], index: int) -> bool:
-    """Return whether sorted ``keys`` has keys below the one at ``index``."""
+    """Return whether sorted ``keys`` contain keys below the key at ``index``."""
     key = keys[index]
     # Quick check: if keys are below this key, the next key starts with it.
     if key and not (index + 1 < len(keys) and keys[index + 1].startswith(key)):
@@ -75,7 +75,7 @@ def _is_folder(keys: Sequence[str], index: int) -> bool:
 
 
 async def list_async(store: Store, prefix: str, policy: Requests = USUAL) -> Listing:
-    """List a store without blocking the event loop."""
+    """Return the objects below ``prefix``; raise a ValueError if there are none."""
     pages: list[Listing] = []
     stream: Any = None
     last, is_ordered = "", True  # where to resume after a failed request

@@ -1,4 +1,4 @@
-"""obstore's import, checks of its store options, and tracking of its requests.
+"""Import of obstore, checks of store options, and tracking of obstore's requests.
 
 The checks are needed because obstore rejects most unknown options without a hint, and
 bad values without the option's name; it ignores unknown names in ``retry_config``. Its
@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 # Timeout for obstore's threads to release finished requests; 200 of them take 10 ms.
 _RELEASE_SECONDS = 1.0
-# Options of a store; sealed if one is secret.
+# Options of a store, sealed if one of them is secret.
 StoreOptions: TypeAlias = Mapping[str, Any] | Sealed[Mapping[str, Any]]
 
 _RETRY_CONFIG = {"max_retries": 2}
@@ -39,7 +39,7 @@ _ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"
 
 
 def import_obstore() -> ModuleType:
-    """Import and return obstore. Fast, because it is called for each request."""
+    """Return obstore, imported at the first call; later calls are fast."""
     if sys.modules.get("obstore.store") is None:
         imported("obstore.store", "objects", "object stores and HTTP need obstore")
     return sys.modules["obstore"]
@@ -81,7 +81,7 @@ class Flights:
             del failure
 
     async def drain(self, seconds: float | None) -> None:
-        """Let requests end within ``seconds``, if given; wait for their release."""
+        """Cancel requests after ``seconds``, if given; wait until all are released."""
         if self._open and seconds is not None:
             # No variable for the finished requests: it would keep references to them.
             late = (await asyncio.wait(self._open, timeout=seconds))[1]
@@ -217,7 +217,7 @@ def _invalid_option(options: Mapping[str, Any]) -> str | None:
 
 
 def _is_of_client(name: str) -> bool:
-    """Return whether an option is one of the HTTP client; stores panic on those."""
+    """Return whether an option is for the HTTP client, which makes stores panic."""
     try:
         import_obstore().store.S3Store(client_options={name: ""})
     except obstore_errors() as exc:

@@ -47,7 +47,7 @@ class _Hidden:
 
 
 class Sealed(_Hidden, Generic[T]):
-    """A wrapper that hides a secret ``value``; compares equal by value."""
+    """A wrapper that hides a secret ``value``; equality compares values."""
 
     __slots__ = ("label", "value")
 

@@ -1,8 +1,8 @@
-"""Stores of bytes: the public ``Source``, the base ``Store``, and request retries.
+"""Base classes of stores (``Source`` is public), and retries of their requests.
 
 All readers use a ``Store``, which tracks its server's state and classifies errors. The
 cause of a failure decides whether the request is retried, within a deadline. Slow
-requests may be sent twice. Each has a timeout, as a hung connection raises no error.
+requests may be sent twice. All have a timeout: hung connections raise no error.
 """
 
 import abc
@@ -104,12 +104,12 @@ class Source(abc.ABC):
 
 
 class Store(abc.ABC):
-    """Base class of stores, with the state of the server for all requests.
+    """Base class of stores; records whether the server answers requests.
 
     Attributes:
         cache_name: Prefix of the store's keys in a cache; None if it is not cached.
         has_answered: Whether the server ever answered, even with an error.
-        is_refusing: Whether it never answered, and the latest request did not reach it.
+        is_refusing: Whether no request was answered, and the latest did not arrive.
         has_warned: Whether a retry was logged; only the first one is.
     """
 
@@ -128,7 +128,7 @@ class Store(abc.ABC):
     async def get(
         self, key: str, start: int, stop: int, version: Version | None = None
     ) -> Piece:
-        """Return a range, on condition of ``version`` if the server supports that."""
+        """Return a byte range; the server checks ``version`` if it supports that."""
 
     @abc.abstractmethod
     def pages(self, prefix: str, after: str | None) -> AsyncIterator[Sized]:
@@ -136,10 +136,10 @@ class Store(abc.ABC):
 
     @abc.abstractmethod
     def failure(self, key: str, error: Exception, verb: str) -> Exception:
-        """Return the exception to raise: a RefusedError if retries cannot help."""
+        """Return the exception to raise; a RefusedError prevents further retries."""
 
     async def head(self, _key: str) -> Version | None:
-        """Return the version of a listed key if known; raise if it is no object."""
+        """Return a listed key's version if known; raise if no object exists."""
         return None  # by default, every listed key is an object
 
     async def whole(self, key: str, size: int) -> "Bytes | bytes | memoryview":
@@ -169,10 +169,10 @@ class Store(abc.ABC):
             del failure
 
     async def drain(self, seconds: float | None = None) -> None:  # noqa: B027
-        """Let this loop's requests end within ``seconds``; wait for their release."""
+        """Cancel requests after ``seconds``, if given; wait until all are released."""
 
     async def aclose(self, seconds: float | None = None) -> None:
-        """Drain, then release idle connections; the store stays usable."""
+        """Wait for requests, then release connections; the store stays usable."""
         await self.drain(seconds)
 
 
@@ -225,7 +225,7 @@ class OwnStore(Store):
                 await close()
 
     def failure(self, key: str, error: Exception, verb: str) -> Exception:
-        """Return the exception to raise, caused by ``error``; bugs stay as they are."""
+        """Convert a source's exception, unless it indicates a bug; see ``Store``."""
         if is_defect(error):
             # A StopAsyncIteration would silently end the stream.
             defect: Any = raisable(error, f"{type(self._source).__name__}.get()")
@@ -366,7 +366,7 @@ class UnreachableError(RefusedError):
 
 
 class Tries:
-    """Makes requests with timeouts, retries and hedging, for a dataset on a loop."""
+    """Makes one dataset's requests on one loop, with timeouts, retries and hedging."""
 
     def __init__(self, policy: Requests) -> None:
         self._policy = policy
@@ -444,7 +444,7 @@ class Tries:
         return result
 
     async def _hedged(self, attempt: Attempt[T]) -> T:
-        """Make a second attempt if the first is slow; return the first result."""
+        """Make a second attempt if the first is slow; return the earlier success."""
         delay = statistics.quantiles(self._durations, n=20)[-1]
         waiting = {asyncio.create_task(attempt())}
         requests = set(waiting)

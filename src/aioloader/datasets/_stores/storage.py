@@ -1,7 +1,7 @@
 """Access to the bytes, versions and sizes of shards, on disk or in any store.
 
 Paths and ``file://`` URLs are read from disk, other URLs through a store per bucket or
-host. Patterns are expanded: braces textually, ``*``, ``?`` and ``[`` by a listing.
+host. Braces in patterns are expanded as text; ``*``, ``?`` and ``[``, by a listing.
 """
 
 import contextlib
@@ -62,13 +62,13 @@ Bytes: TypeAlias = FileBytes | ObjectBytes
 
 
 class SizedListing(list[Any]):
-    """Addresses or shards; ``sizes`` has the length of each if a listing had all."""
+    """A list of addresses or shards, with all ``sizes`` if they were listed."""
 
     sizes: "list[int] | None" = None
 
 
 class Storage:
-    """Opens addresses, or keys of ``store`` if given; pickles without open stores.
+    """Opens shards by address, or by key in ``store``; pickles hold no open store.
 
     ``options``: store options for URLs. ``addresses``: what will be opened later; if
     all are paths, the storage needs no client.
@@ -102,7 +102,7 @@ class Storage:
             self._check(addresses)
 
     def _check(self, addresses: Sequence[Address]) -> None:
-        """Check the first (remote) address, and that its store accepts the options."""
+        """Check the first address (with options, the first remote) and its store."""
         remote = (address for address in addresses if not is_local(address))
         first = next(remote, None) if self._options else addresses[0]
         if first is None:
@@ -198,7 +198,7 @@ class Storage:
         return store.locate(key)
 
     def name(self, address: Address) -> str:
-        """Return a shard's name without secrets; the folders may encode columns."""
+        """Return a shard's name without secrets; its folders may contain columns."""
         return address if self._store is not None else name_of(address)
 
     def path(self, address: Address) -> str | None:
@@ -258,7 +258,7 @@ class Storage:
         stop: int = 0,
         version: Version | None = None,
     ) -> tuple[bytes, Version]:
-        """Return a range of a file or object, of ``version`` if given, and the version.
+        """Return a byte range of a shard, and its version; check ``version`` if given.
 
         A negative ``start`` counts from the end; a ``stop`` of 0 is the end.
         """
@@ -272,7 +272,7 @@ class Storage:
         return checked(data, stop - start, self.label(address)), version
 
     def check(self, address: Address, version: Version) -> None:
-        """Check that a local file is unchanged; it may have been deleted. Blocks."""
+        """Raise if a local file has changed; it may have been deleted. Blocks."""
         if (path := self.path(address)) is None:
             return
         try:

@@ -244,9 +244,9 @@ class ObstoreStore(Store):
             yield [(meta["path"].removeprefix(root), meta["size"]) for meta in page]
 
     def failure(self, key: str, error: Exception, verb: str) -> Exception:
-        """Return the exception to raise for one of obstore's; others are unchanged.
+        """Return the exception to raise for ``error``; only obstore's are converted.
 
-        A server that answers a range with the whole object is a ``NoRangesError``.
+        It wraps a ``NoRangesError`` if the server sends no range or no total size.
         """
         if isinstance(error, DatasetError) or not isinstance(error, obstore_errors()):
             return error

@@ -1,4 +1,4 @@
-"""Decompression of shards in pieces of bounded size, however high the ratio."""
+"""Decompression of shards in pieces of bounded size, for any compression ratio."""
 
 import contextlib
 import importlib
@@ -27,12 +27,12 @@ _BY_ENDING: dict[str, _Packing] = {
 }
 # Default memory limit; xz needs 65 MB for its largest preset.
 UNPACK_BYTES = 1 << 27
-# An upper bound, in bits, of the memory size that any format may need.
+# No format needs 2 ** 33 bytes of memory to unpack.
 _MAX_BITS = 33
 
 
 def unpacker_of(name: str) -> Callable[[str, int], Unpacking] | None:
-    """Return the unpacker (label, memory limit) for a shard's name; None if plain."""
+    """Return the unpacker for a shard's name; None if the shard is not compressed."""
     packing = _BY_ENDING.get(name.rpartition(".")[2].lower())
     return packing and (
         lambda location, most: _unpack(_Members(packing, most), location)
@@ -85,7 +85,7 @@ class _Members:
         self._head = b""  # first packed bytes of this member
 
     def unpack(self, packed: memoryview) -> Iterator[bytes]:
-        """Unpack bytes; yield parts of bounded size (zstandard's excepted)."""
+        """Unpack bytes; yield parts of bounded size, except from zstandard."""
         for start in range(0, len(packed), self._length):
             part, is_full = bytes(packed[start : start + self._length]), False
             while part or is_full:
