@@ -1,7 +1,7 @@
 """Batches of samples of similar length, each within a budget of tokens.
 
 Windows of a shuffled order are sorted by length and cut into batches. Only the lengths
-and one window are in memory. An iterator's state is a window and a batch in it.
+and one window are in memory. An iterator's state is the number of a window and of a batch in it.
 Source: the bucketing of fairseq's ``batch_by_size`` and torchtext's ``pool``.
 """
 
