@@ -235,7 +235,7 @@ class Options(AddedArguments):
 
     @property
     def pins(self) -> bool:
-        """Whether batches are pinned and stay on the CPU; warns as torch does."""
+        """Whether batches are pinned and stay on the CPU; reading this may warn."""
         is_wanted = self.pin_memory and self.target.name is None
         return is_wanted and _can_pin(self.pin_memory_device)
 

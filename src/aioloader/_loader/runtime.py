@@ -288,7 +288,7 @@ class Runtime:
         return self.numbers.latest_reserved() or self.drawn()
 
     def drawn(self) -> Epoch | None:
-        """Return the latest drawn epoch; None once it has a number or is deleted."""
+        """Return the latest drawn epoch, or None once it is numbered or dropped."""
         epoch = None if self._latest_drawn is None else self._latest_drawn()
         return epoch if epoch is not None and epoch.number < 0 else None
 

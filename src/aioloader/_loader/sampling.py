@@ -230,7 +230,7 @@ def warn_of_repeats() -> bool:
 def make_samplers(
     options: Options, given: RankPart | None, shuffle: Any
 ) -> tuple[Any, Any, int | None]:
-    """Return sampler, batch sampler and batch size; without ranks, as in torch."""
+    """Return sampler, batch sampler and batch size, as torch does without ranks."""
     sampler, batch_sampler = options.sampler, options.batch_sampler
     size, dataset, generator = options.batch_size, options.dataset, options.generator
     if sampler is None:

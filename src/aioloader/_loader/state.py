@@ -261,7 +261,7 @@ def _between(
     drawn: Epoch | None,
     kept: int | None,
 ) -> LoaderState:
-    """Return the state between epochs; ``drawn``: the next epoch, if drawn already."""
+    """Return the state between epochs; ``drawn`` is the next epoch if it was drawn."""
     state = LoaderState.of(options, epoch=numbers.next)
     state.seed = kept if drawn is None else drawn.base_seed
     state.dataset_epoch = epoch_of(options.dataset)
@@ -423,7 +423,7 @@ def restore(options: Options, state: LoaderState, loads: StateLoads) -> None:
 
 
 def _restore_dataset(options: Options, state: LoaderState, loads: StateLoads) -> None:
-    """Load the state of this process's dataset; for an iterable only between epochs.
+    """Restore the dataset of this process, an iterable only between epochs.
 
     The dataset may set torch's generator, from which the next epoch is drawn. If
     workers have copies of the dataset, this process's generator stays unchanged.

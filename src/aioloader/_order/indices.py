@@ -76,7 +76,7 @@ class Order:
     def batches(
         self, start: int = 0, _after: State | None = None, /
     ) -> Iterator[IndexBatch]:
-        """Yield batches from number ``start`` on; ``_after``: the sampler's state."""
+        """Yield batches from number ``start`` on, given the sampler's state before."""
         return self.batches_of(itertools.count(start))
 
     def batches_of(self, numbers: Iterable[int]) -> Iterator[IndexBatch]:

@@ -98,7 +98,7 @@ class Proportions:
     def sources(self, share: ReaderShare, first: int, most: int) -> IntegerArray:
         """Return the source of each of a reader's next samples, up to ``most``.
 
-        ``first``: the first one's round. Readers change positions in each round: otherwise
+        ``first``: the first round. Readers change positions in each round: otherwise
         two readers of two equal sources would each read only one source.
         """
         readers = share.readers

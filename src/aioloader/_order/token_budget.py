@@ -1,7 +1,7 @@
 """Batches of samples of similar length, each within a budget of tokens.
 
 Windows of a shuffled order are sorted by length and cut into batches. Only the lengths
-and one window are in memory. An iterator's state is the number of a window and of a batch in it.
+and one window are in memory. An iterator's state numbers a window and a batch.
 Source: the bucketing of fairseq's ``batch_by_size`` and torchtext's ``pool``.
 """
 
@@ -167,7 +167,7 @@ class BudgetIterator:
         raise StopIteration
 
     def state_dict(self) -> dict[str, int]:
-        """Return the position: the epoch, the window, and its batches taken so far."""
+        """Return the numbers of the epoch, the window, and its batches taken so far."""
         epoch = self._sampler.epoch
         return {"epoch": epoch, "window": self._window, "taken": self._taken}
 
