@@ -391,7 +391,7 @@ class DataLoader(TorchLoader[Batch]):
         return known
 
     def __len__(self) -> int:
-        """Return the number of batches per epoch; TypeError if it is unknown."""
+        """Return the number of batches per epoch, or raise a TypeError if unknown."""
         options = self._options()
         length = options.length(current_part(self))
         if options.kind is not Kind.MAP and not options.is_own_stream:

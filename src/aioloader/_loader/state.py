@@ -107,7 +107,7 @@ class LoaderState:
     # The dataset's ``epoch``, if it also has ``set_epoch``.
     dataset_epoch: int | None = None
     done: int = 0  # all batches below this number were delivered
-    beyond: list[int] = field(default_factory=list)  # and these later ones
+    beyond: list[int] = field(default_factory=list)  # later batches delivered
     # The base seed of random numbers; None: not drawn yet.
     seed: int | None = field(default=None, metadata=_SEALED)
     # Data that restores the order.
@@ -119,7 +119,7 @@ class LoaderState:
     states: State = field(default_factory=dict, metadata=_SEALED)
     # The states of an aioloader stream, by reader, at the previous epoch's end.
     last: State = field(default_factory=dict, metadata=_SEALED)
-    # States of a map-style dataset: this process's, or by worker.
+    # States of a map-style dataset, by worker or for this process.
     datasets: State = field(default_factory=dict, metadata=_SEALED)
 
     @classmethod
@@ -373,7 +373,7 @@ def stream_start(
 
 
 def first_states(options: Options, before: Epoch | None, *, is_kept: bool) -> States:
-    """Return the states of an iterable's readers at the start of the next epoch."""
+    """Return the readers' states of a user's iterable when the next epoch starts."""
     if options.kind is Kind.MAP or options.is_own_stream:
         return {}
     if before is not None and (is_kept or not options.has_copies):

@@ -200,7 +200,7 @@ class Progress:
 
 @dataclass(eq=False, repr=False)
 class Epoch:
-    """One pass over the dataset, drawn for an iterator and started at its first step."""
+    """One pass over the dataset, drawn for an iterator, started at its first step."""
 
     base_seed: int  # of random numbers in this epoch
     order: Order

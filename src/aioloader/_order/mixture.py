@@ -278,7 +278,7 @@ class MixedIndices(Sequence[int]):
         self._length = start
 
     def described(self) -> dict[str, Any]:
-        """Return the checksum of lengths and weights, which a load compares."""
+        """Return, as a dict, the checksum of the settings that a load compares."""
         return {"mixture": self._described}
 
     def __len__(self) -> int:

@@ -65,7 +65,7 @@ class ReaderShare:
     per_rank: int = 1  # readers on this rank, which share its memory
     # Ranks or readers alternate, so each reading must yield the same samples in order.
     in_turns: bool = False
-    ranks: int = 1  # times workers, if workers read
+    ranks: int = 1  # the number of ranks, times workers if those read
 
     def parts(self, total: int, tail: Tail) -> tuple[int, int]:
         """Return the reader's count out of ``total``, with and without padding.
@@ -83,7 +83,7 @@ class ReaderAssignment:
     """The positions of a stream that one rank takes, and the readers they belong to."""
 
     rank: int  # among all workers of all ranks
-    ranks: int  # times workers, if workers read
+    ranks: int  # the number of ranks, times workers if those read
     readers: int  # of the stream
 
     @property

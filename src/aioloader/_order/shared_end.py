@@ -80,7 +80,7 @@ class SharedEnd:
         return not self.may_pass() and (self.has_ended or self.made > self.passed)
 
     def is_over(self) -> bool:
-        """Tell whether all batches were delivered."""
+        """Tell whether this rank has delivered all batches."""
         return self.passed == self.total()
 
     def lacking(self) -> int:

@@ -145,7 +145,7 @@ class TokenBudgetBatchSampler(KeyedOrder):
 
 
 class BudgetIterator:
-    """Iterator over the batches of one epoch; ``load_state_dict`` moves it."""
+    """Iterator over the batches of one epoch, which ``load_state_dict`` repositions."""
 
     def __init__(self, sampler: TokenBudgetBatchSampler) -> None:
         self._sampler = sampler
