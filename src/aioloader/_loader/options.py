@@ -92,7 +92,7 @@ class Options(AddedArguments):
         follows_concurrency: Whether ``concurrency`` determines the number of batches in
             flight, because ``prefetch_factor`` is None or ``"auto"``.
         on_failure: What to do with a failed sample.
-        at_most: Limit on failed samples, a count or a fraction of all; None: no limit.
+        at_most: Limit on failed samples (a count or a fraction of all), or None.
         kind: Whether the dataset is map-style, iterable or async iterable.
         is_own_stream: Whether the dataset is one of aioloader's streams.
         is_list: Whether the dataset is a list or a tuple.

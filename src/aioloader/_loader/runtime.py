@@ -204,7 +204,7 @@ class Runtime:
             record_first_states(options, epoch, before, is_kept=is_kept)
 
     def _state_to_resume(self, claim: "IteratorCore") -> LoaderState | None:
-        """Return the state to resume from; None if another iteration holds it."""
+        """Return the state to resume from, or None without one or if it is claimed."""
         holder = None if self._claim is None else self._claim()
         if holder is not None and holder is not claim and holder.is_held:
             return None

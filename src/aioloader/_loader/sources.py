@@ -358,7 +358,7 @@ def _pinning(collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _around(options: Options) -> Callable[[BatchTask], Any]:
-    """Return a context manager factory that seeds the plain code run here."""
+    """Return a factory of context managers that seed a batch's plain code here."""
     if not options.is_keyed:
         return nullcontext
     if not options.num_workers:

@@ -68,7 +68,7 @@ class ReaderShare:
     ranks: int = 1  # the number of ranks, times workers if those read
 
     def parts(self, total: int, tail: Tail) -> tuple[int, int]:
-        """Return the reader's count out of ``total``, with and without padding.
+        """Return how many of ``total`` samples are read, with and without padding.
 
         ``tail`` says how the parts of the ranks are made equal.
         """
