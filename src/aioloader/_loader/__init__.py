@@ -1,1 +1,1 @@
-"""The loader: options, epochs, state, sampling, ranks."""
+"""The loader's arguments, options, samplers, runtime, feeds and state."""

@@ -1,4 +1,4 @@
-"""Checks of ``DataLoader``'s arguments: each by itself, then in combination.
+"""Checks of ``DataLoader``'s arguments, first each alone, then in combination.
 
 ``given_part`` checks the ranks, and torch's samplers check the batch size. Where torch
 has an error message, it is used here too, so that users can search for it. After an
@@ -61,7 +61,7 @@ _FORMER = {
 
 
 def refuse_unknown(unknown: Mapping[str, Any]) -> None:
-    """Raise a TypeError for an unknown argument; suggest the right one."""
+    """Raise a TypeError for an unknown argument, and suggest the right one."""
     name, value = next(iter(unknown.items()))
     if name in _FORMER:
         now = _FORMER[name].format(value)
@@ -116,7 +116,7 @@ def check_together(options: Options, shuffle: Any) -> None:
 
 
 def count_workers(num_workers: Any, workers: Any) -> Any:
-    """Return ``num_workers`` as an integer; ``RayWorkers`` have their own number."""
+    """Return the worker count as an integer; ``RayWorkers`` have their own count."""
     num_workers = auto_number("num_workers", num_workers)
     if isinstance(num_workers, Auto):
         is_fixed = isinstance(workers, RayWorkers)
@@ -293,7 +293,7 @@ def _check_workers(options: Options) -> None:
 
 
 def _check_places(options: Options) -> None:
-    """Check that workers can read samples and enter the lifespan if they must."""
+    """Check that workers can read samples and enter the lifespan where required."""
     workers, dataset, fetch = options.workers, options.dataset, options.fetch
     functions = options.transform, options.collate_fn
     if options.lifespan is not None:

@@ -1,4 +1,4 @@
-"""Arguments that are ``"auto"``: checks, first values, and updates between epochs."""
+"""Check the arguments that are ``"auto"``, and set them before and between epochs."""
 
 import sys
 from collections.abc import Callable
@@ -48,8 +48,8 @@ def check_auto(options: Options) -> None:
 def begin(loader: Any, options: Options) -> None:
     """Set the first values of the arguments that are ``"auto"``.
 
-    Whether there are workers is decided here for good, because random numbers depend on
-    it. There are none if workers would run nothing, or only coroutines.
+    Whether there are workers is final, because random numbers depend on it. All-async
+    code and a ``TensorDataset`` get none, unless an argument needs workers.
     """
     workers = options.num_workers
     if isinstance(workers, Auto):
@@ -81,7 +81,7 @@ def _first_workers(options: Options) -> int:
 
 
 def _can_be_threads(options: Options) -> bool:
-    """Tell whether threads can be the workers: no argument needs processes."""
+    """Tell whether threads can be the workers, because nothing requires processes."""
     asked = options.workers, options.fetch, options.on_timeout, options.rng
     if asked != ("process", "auto", "raise", None) or options.persistent_workers:
         return False
@@ -90,7 +90,7 @@ def _can_be_threads(options: Options) -> bool:
 
 
 def settle(loader: Any) -> None:
-    """Set the values that earlier iterations found best, before the next one."""
+    """Before an iteration, set ``"auto"`` arguments to the best values found so far."""
     for name in FIRST_VALUES:
         value = argument(loader, name)
         if isinstance(value, str):  # assigned by the user

@@ -1,6 +1,6 @@
-"""The public ``DataLoader`` class: torch's arguments, iterators and state.
+"""The public ``DataLoader`` class, which accepts torch's arguments and more.
 
-It checks its arguments and delegates; it reads and schedules nothing itself.
+It checks its arguments, and leaves reading and scheduling to other modules.
 """
 
 import contextlib
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 
 class _Overridable:
-    """A computed attribute; unlike a property, users may overwrite it."""
+    """A computed attribute that instances can overwrite, unlike a property."""
 
     def __init__(self, get: Callable[[Any], int]) -> None:
         self._get = get
@@ -373,7 +373,7 @@ class DataLoader(TorchLoader[Batch]):
         return self._iterate(is_async=False)
 
     def _options(self, *, fixes_ranks: bool = False) -> Options:
-        """Return the arguments now; ``fixes_ranks``: look up the rank and keep it."""
+        """Return the current options; ``fixes_ranks``: look up and store the rank."""
         live = self._live
         part = (None if fixes_ranks else live.part) or current_part(self)
         if fixes_ranks:
@@ -391,7 +391,7 @@ class DataLoader(TorchLoader[Batch]):
         return known
 
     def __len__(self) -> int:
-        """Return the number of batches per epoch; TypeError if it is unknown."""
+        """Return the number of batches per epoch, or raise a TypeError if unknown."""
         options = self._options()
         length = options.length(current_part(self))
         if options.kind is not Kind.MAP and not options.is_own_stream:
@@ -558,7 +558,7 @@ class DataLoader(TorchLoader[Batch]):
         return trace
 
     def _source_counts(self) -> dict[str, tuple[int, float]]:
-        """Return each source's samples and mean pass, if the dataset mixes streams."""
+        """Return sample counts and mean pass numbers of a mixture's sources, if any."""
         epoch, options = self._live.epoch, self._live.options
         if epoch is None or options is None or not options.is_own_stream:
             return {}
@@ -566,7 +566,7 @@ class DataLoader(TorchLoader[Batch]):
         return mixture_counts(s["dataset"] for s in states if "dataset" in s)
 
     def _epoch_length(self) -> int:
-        """Return the latest epoch's number of batches; so far, if it has no length."""
+        """Return the latest epoch's batch count, or the count so far if unknown."""
         epoch, options = self._live.epoch, self._live.options
         if epoch is None or options is None:
             return 0

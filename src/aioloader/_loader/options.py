@@ -56,7 +56,7 @@ class Auto(int):
 
 
 def auto_number(name: str, value: Any) -> Any:
-    """Return the value; for ``"auto"``, the first ``Auto`` number of the argument."""
+    """Return ``value``, or the argument's first ``Auto`` value if it is ``"auto"``."""
     is_auto = isinstance(value, str) and value == "auto"
     return Auto(FIRST_VALUES[name]) if is_auto else value
 
@@ -89,10 +89,10 @@ class Options(AddedArguments):
         values: All arguments, in the order of ``NAMES``.
         part: The part of each global batch that this rank delivers.
         chooses: Whether any argument is ``"auto"``.
-        follows_concurrency: Whether the number of batches in flight follows from
-            ``concurrency``: ``prefetch_factor`` is None or ``"auto"``.
+        follows_concurrency: Whether ``concurrency`` determines the number of batches in
+            flight, because ``prefetch_factor`` is None or ``"auto"``.
         on_failure: What to do with a failed sample.
-        at_most: How many samples may fail: a count, a fraction of all, or None.
+        at_most: Limit on failed samples (a count or a fraction of all), or None.
         kind: Whether the dataset is map-style, iterable or async iterable.
         is_own_stream: Whether the dataset is one of aioloader's streams.
         is_list: Whether the dataset is a list or a tuple.
@@ -179,14 +179,14 @@ class Options(AddedArguments):
         return max(1, self.num_workers) if is_replicated else 1
 
     def outline(self, part: RankPart | None = None) -> Outline:
-        """Return the outline of an aioloader stream, as this rank reads it."""
+        """Return the ``Outline`` of the dataset, an aioloader stream, for this rank."""
         part = part or self.part
         ranks = None if self.rank is None else (part.rank, part.world_size)
         outline: Outline = self.dataset.outline(ranks)
         return outline
 
     def for_epoch(self, stream: OwnStream) -> OwnStream:
-        """Return the part of an aioloader stream that this rank reads in an epoch."""
+        """Return this rank's part of an aioloader stream, to be read in one epoch."""
         part, is_skipped = self.part, self.on_failure == "skip"
         ranks = None if self.rank is None else (part.rank, part.world_size)
         tail, has_peers = self.tail or "wrap", part.has_peers
@@ -235,7 +235,7 @@ class Options(AddedArguments):
 
     @property
     def pins(self) -> bool:
-        """Whether batches are pinned and stay on the CPU; warns as torch does."""
+        """Whether batches are pinned and stay on the CPU; reading this may warn."""
         is_wanted = self.pin_memory and self.target.name is None
         return is_wanted and _can_pin(self.pin_memory_device)
 
@@ -262,7 +262,7 @@ class Options(AddedArguments):
 
     @property
     def gathered(self) -> tuple[torch.Tensor, ...] | None:
-        """The tensors of a dataset whose batches can be gathered by index, or None."""
+        """The dataset's tensors if batches can be gathered from them, or None."""
         is_more = (
             self.num_workers
             or self.pin_memory
@@ -276,7 +276,7 @@ class Options(AddedArguments):
 
     @cached_property
     def is_bare(self) -> bool:
-        """Whether a plain ``for`` only reads and collates samples."""
+        """Whether a plain ``for`` only reads samples one by one and collates them."""
         is_more = (
             self.transform is not None
             or self.retry is not None
@@ -291,7 +291,7 @@ class Options(AddedArguments):
         return self.is_inline and is_map and is_one_by_one and not is_more
 
     def is_at_hand(self, order: Order) -> bool:
-        """Tell whether collating a list's batches costs less than handing them over.
+        """Tell whether collating in the caller's thread is cheaper than in another.
 
         The first and the last sample decide; collating them runs no user code.
         """
@@ -304,12 +304,12 @@ class Options(AddedArguments):
 
     @property
     def index_sampler(self) -> Any:
-        """The sampler that determines the order: the batch sampler if there is one."""
+        """The sampler of the order; a custom batch sampler takes precedence."""
         return index_sampler_of(self.sampler, self.batch_sampler)
 
     @property
     def global_batch_size(self) -> int | None:
-        """Samples per batch on all ranks together; None with a batch sampler."""
+        """Samples per batch on all ranks together; None with a custom batch sampler."""
         size = self.batch_size or 1
         if self.batch_sampler is not None:
             if self.index_sampler is self.batch_sampler:
@@ -319,7 +319,7 @@ class Options(AddedArguments):
 
     @cached_property
     def order_of(self) -> Callable[[State | None], Order]:
-        """The function that returns an epoch's order: new, or restored from a state."""
+        """A function that returns a new epoch's order, or restores one from a state."""
         if self.kind is Kind.MAP:
             return partial(order_of, self.sampler, self.batch_sampler, self.part)
         size, part = self.batch_size, self.part  # a closure over self would be a cycle
@@ -352,7 +352,7 @@ class Options(AddedArguments):
         return None
 
     def _stream_length(self, part: RankPart) -> int:
-        """Return the number of batches of a stream that this rank's readers make."""
+        """Return how many batches of a stream this rank's workers make in an epoch."""
         outline, workers = self.outline(part), self.readers
         rank, world_size = outline.ranks or (0, 1)
         if outline.total is None:
@@ -414,7 +414,7 @@ def attributes_of(loader: Any) -> tuple[Any, ...]:
 
 
 def _reordered(loader: Any, values: dict[str, Any]) -> tuple[Any, ...]:
-    """Return the values with the sampler from a subclass's ``_index_sampler``."""
+    """Return the values, with a subclass's ``_index_sampler`` as the sampler."""
     order = loader._index_sampler
     is_own = not any(order is values[name] for name in ("sampler", "batch_sampler"))
     if is_own and kind_of(loader.dataset) is not Kind.MAP:
@@ -430,5 +430,5 @@ def _reordered(loader: Any, values: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def argument(loader: Any, name: str) -> Any:
-    """Return a loader's argument from the place where ``_keep_arguments`` put it."""
+    """Return a loader's argument from where ``_keep_arguments`` has stored it."""
     return getattr(loader if name in TORCH_NAMES else loader._own or loader, name)

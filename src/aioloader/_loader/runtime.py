@@ -1,4 +1,4 @@
-"""A loader's objects in one process: epochs, workers, runners, and loaded states."""
+"""The live state of a loader in one process, such as its epochs and workers."""
 
 import copy
 import logging
@@ -54,7 +54,7 @@ _LOG = logging.getLogger("aioloader")
 
 
 class Runtime:
-    """A loader's objects in one process; copies and pickles keep only ``loaded``."""
+    """A loader's live state in one process; copies and pickles keep only ``loaded``."""
 
     def __init__(
         self, dataset: Any, numbers: EpochNumbers, loaded: LoaderState | None = None
@@ -95,7 +95,7 @@ class Runtime:
             return self._pools
 
     def has_kept(self) -> bool:
-        """Tell whether persistent workers of an earlier iteration are kept."""
+        """Tell whether persistent workers of an earlier iteration still exist."""
         return self._pools is not None and self._pools.has_kept()
 
     @cached_property
@@ -137,10 +137,10 @@ class Runtime:
         *,
         is_async: bool,
     ) -> Feed:
-        """Return the feed of one iteration, whose epoch ``begin`` then starts.
+        """Return the feed of one iteration; a later ``begin`` starts its epoch.
 
-        The epoch was ``drawn``, or it resumes from a loaded state. ``claim`` then holds
-        that state, because only one iteration may resume from it.
+        The epoch is ``drawn``, a new one, or resumed from a loaded state. In the last
+        case ``claim`` holds the state: only one iteration may resume from it.
         """
         epoch: Epoch | None = None
         try:
@@ -174,7 +174,7 @@ class Runtime:
             raise raisable(error, "user code")  # noqa: B904  (it keeps its cause)
 
     def _claim_state(self, epoch: Epoch, claim: "IteratorCore") -> bool:
-        """Claim an epoch's state and a number; False if another thread was faster."""
+        """Claim an epoch's state and number; False if another thread was faster."""
         with self._lock:
             is_free = self._state_to_resume(claim) is epoch.saved
             if is_free:
@@ -183,7 +183,7 @@ class Runtime:
         return is_free
 
     def _begin(self, options: Options, epoch: Epoch) -> None:
-        """Begin an epoch: resume a saved one, or start one after the latest."""
+        """Begin an epoch at its saved position, or as the latest one's successor."""
         outline = options.outline() if options.is_own_stream else None
         saved, start, before, number = epoch.saved, BEGINNING, self.epoch, None
         if saved is not None:
@@ -204,7 +204,7 @@ class Runtime:
             record_first_states(options, epoch, before, is_kept=is_kept)
 
     def _state_to_resume(self, claim: "IteratorCore") -> LoaderState | None:
-        """Return the state to resume from, unless another iteration holds it."""
+        """Return the state to resume from, or None without one or if it is claimed."""
         holder = None if self._claim is None else self._claim()
         if holder is not None and holder is not claim and holder.is_held:
             return None
@@ -288,24 +288,24 @@ class Runtime:
         return self.numbers.latest_reserved() or self.drawn()
 
     def drawn(self) -> Epoch | None:
-        """Return the most recently drawn epoch, or None if it has started."""
+        """Return the latest drawn epoch, or None once it is numbered or dropped."""
         epoch = None if self._latest_drawn is None else self._latest_drawn()
         return epoch if epoch is not None and epoch.number < 0 else None
 
     def warm(self, options: Options) -> None:
-        """Start the fork server in advance, if workers need it: it starts slowly."""
+        """Start the fork server early if workers need it, because it starts slowly."""
         if options.has_processes and options.start_method == "forkserver":
             from aioloader._workers.process.fork_server import warm_fork_server
 
             warm_fork_server()
 
     def replace_workers(self) -> None:
-        """End the persistent workers, which were started for other ranks."""
+        """End persistent workers, which were started for another rank or world size."""
         if self._pools is not None:
             self._pools.close()
 
     def state_dict(self, options: "Callable[[], Options]") -> State:
-        """Return a loaded state not yet resumed from, or else the current position."""
+        """Return a loaded state that no iteration has resumed from, or the position."""
         now, loaded = options(), self.loaded
         prepared = None if loaded is None else self.numbers.latest_reserved()
         if prepared is not None and prepared.saved is loaded:

@@ -82,7 +82,7 @@ def check_batches(options: Options) -> None:
     """Check that batches are large enough to keep the ranks of a stream in step.
 
     A rank takes samples from its readers in turn. If it has more readers than a batch
-    has samples, a batch may be empty once readers end: ranks are then out of step.
+    has samples, a batch may be empty once readers end, so that ranks get out of step.
     """
     outline, size = options.outline(), options.batch_size or 1
     ranks = outline.world_size * options.readers
@@ -103,10 +103,10 @@ def check_batches(options: Options) -> None:
 def end_rounds(
     options: Options, epoch: int = 0, start: int = 0, own: Any = None
 ) -> Any:
-    """Return the ``EpochEndRounds`` by which ranks agree on an end, or None.
+    """Return the ``EpochEndRounds`` in which ranks agree on an end; None if unneeded.
 
-    Needed only if ranks have unknown numbers of batches and must end together.
-    ``own``: this rank's part of the stream. ``start``: batches delivered in ``epoch``.
+    They are needed if ranks have unknown numbers of batches and must end together.
+    ``own``: this rank's stream. ``start``: how many batches of ``epoch`` it delivered.
     """
     outline = options.outline() if own is None else own.outline()
     dataset, (rank, ranks) = options.dataset, outline.ranks or (0, 1)
@@ -196,7 +196,7 @@ def refuse_double_split(part: RankPart, dataset: Any, *samplers: Any) -> None:
 
 
 def _replicas(sampler: Any) -> int:
-    """Return the number of ranks that torch's or accelerate's sampler splits for."""
+    """Return how many ranks torch's or accelerate's sampler serves; 1 for others."""
     if isinstance(sampler, DistributedSampler):
         return sampler.num_replicas
     count = getattr(sampler, "num_processes", 1)
@@ -215,7 +215,7 @@ def repeats_samples(options: Options, shuffle: Any) -> bool:
 
 
 def warn_of_repeats() -> bool:
-    """Warn if several ranks each get all samples; return whether it warned."""
+    """Warn if several ranks each get all samples; return whether there are several."""
     _, ranks = group() or (0, 1)
     if ranks == 1:
         return False
@@ -230,7 +230,7 @@ def warn_of_repeats() -> bool:
 def make_samplers(
     options: Options, given: RankPart | None, shuffle: Any
 ) -> tuple[Any, Any, int | None]:
-    """Return sampler, batch sampler and batch size; without ranks, as in torch."""
+    """Return sampler, batch sampler and batch size, as torch does without ranks."""
     sampler, batch_sampler = options.sampler, options.batch_sampler
     size, dataset, generator = options.batch_size, options.dataset, options.generator
     if sampler is None:
@@ -254,7 +254,7 @@ def make_samplers(
 
 
 def _check_lengths(dataset: Any, batch_sampler: Any) -> None:
-    """Check that a sampler with lengths has one for each sample of the dataset."""
+    """Check that a batch sampler's ``lengths``, if any, are as many as the samples."""
     for part in nested(batch_sampler):
         lengths = getattr(part, "lengths", None)
         if lengths is None or not isinstance(part, KeyedOrder):
@@ -284,7 +284,7 @@ def copy_keyed_order(sampler: Any, batch_sampler: Any) -> tuple[Any, Any]:
 
 
 def apply_shuffle(dataset: Any, shuffle: Any) -> tuple[Any, Any]:
-    """Return dataset and ``shuffle``; an ``IterDataPipe`` is shuffled here instead."""
+    """Apply ``shuffle`` to an ``IterDataPipe``; return other arguments unchanged."""
     if not isinstance(dataset, IterDataPipe):
         return dataset, shuffle
     return graph_settings.apply_shuffle_settings(dataset, shuffle=shuffle), None

@@ -1,4 +1,4 @@
-"""Types of ``DataLoader``'s arguments for its overloads; for type checkers only.
+"""Types for the overloads of ``DataLoader``, which only type checkers use.
 
 The overloads infer the type of a batch where typing can express it: tensors, tuples and
 dicts of tensors, or what ``collate_fn`` returns. Everything else is ``Any``.
@@ -35,7 +35,7 @@ class Indexed(Protocol[S_co]):
 
 
 class NamedFields(Protocol):
-    """A named tuple: its fields are collated, and the batch has the same type."""
+    """A named tuple, whose fields are collated into a batch of the same type."""
 
     def _asdict(self) -> dict[str, Any]: ...
 

@@ -1,4 +1,4 @@
-"""Build an epoch's feed: its runner, worker pool, queue, device stage and tuner."""
+"""Build an epoch's feed with its runner, worker pool, queue, device stage and tuner."""
 
 import asyncio
 import math
@@ -48,7 +48,7 @@ _MAX_CONCURRENCY, _MAX_PREFETCH, _MAX_PREFETCH_PER_WORKER = 1024, 32, 8
 
 
 class LoaderResources(Protocol):
-    """The part of ``Runtime`` that feeds need; it outlives the epochs."""
+    """The attributes of ``Runtime`` that feeds use; their values outlive epochs."""
 
     accelerators: "dict[torch.device, Accelerator]"
     loads: StateLoads
@@ -157,7 +157,7 @@ def _queue(
 
 
 def _place(options: Options, *, is_async: bool) -> RunnerPlace:
-    """Return the runner's place: the thread or loop of this process's part."""
+    """Return where this process runs its part of the pipeline, a thread or a loop."""
     is_here = options.workers == "thread" or isinstance(options.workers, Executor)
     if options.pool_reads and not is_here:
         return "pool"
@@ -171,7 +171,7 @@ def _place(options: Options, *, is_async: bool) -> RunnerPlace:
 
 
 def _window(options: Options, *, on_device: int, is_async: bool) -> Window:
-    """Return the window: how many batches may be in flight."""
+    """Return the limits on batches and samples in flight."""
     if options.is_keyed and not options.num_workers:
         # Making a batch replaces the state of the user's global generators for a while,
         # so no batch is made before the user requests it.
@@ -220,7 +220,7 @@ def _tuner(options: Options, tuning: "Tuning", *, reads_here: bool) -> "Tuner":
 def _recorded_settings(
     options: Options, window: Window, *, reads: bool | None = None, on_device: int = 0
 ) -> RecordedSettings:
-    """Return the settings for the report; ``reads`` is None without workers."""
+    """Return the settings that the report models; ``reads`` is None without workers."""
     workers = options.workers
     kind = workers if isinstance(workers, str) else type(workers).__name__
     runner: Literal["thread", "loop"] = "thread" if options.is_plain else "loop"
@@ -358,7 +358,7 @@ def _pinning(collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _around(options: Options) -> Callable[[BatchTask], Any]:
-    """Return the context manager that seeds a batch's plain code in this process."""
+    """Return a factory of context managers that seed a batch's plain code here."""
     if not options.is_keyed:
         return nullcontext
     if not options.num_workers:

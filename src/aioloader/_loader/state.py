@@ -1,4 +1,4 @@
-"""Save and load a loader's state: epoch, order, and the delivered batches.
+"""Save and load the state of a loader, such as its epoch and delivered batches.
 
 A state is a dict of a few numbers with checksums, ready for JSON if the dataset's state
 is. Workers, prefetching and devices are not saved and may differ at the load. Only
@@ -38,7 +38,7 @@ def _must_match(
 ) -> Any:
     """Declare a field that must have the same value in the loader that loads the state.
 
-    ``of`` returns that value, ``differs`` is the error; ``if_known``: None fits all.
+    ``of``: computes the value. ``differs``: the error. ``if_known``: None matches any.
     """
     rule = {"differs": differs, "of": of, "if_known": if_known}
     return field(default=None, metadata=rule)
@@ -65,7 +65,7 @@ def _tail_of(options: Options) -> str | None:
 
 @dataclass(eq=False, repr=False)
 class LoaderState:
-    """A state of this version; its fields are the entries of the saved dict."""
+    """The contents of a saved state; each field is an entry of the saved dict."""
 
     version: int = VERSION
     kind: str = _must_match(
@@ -107,7 +107,7 @@ class LoaderState:
     # The dataset's ``epoch``, if it also has ``set_epoch``.
     dataset_epoch: int | None = None
     done: int = 0  # all batches below this number were delivered
-    beyond: list[int] = field(default_factory=list)  # and these later ones
+    beyond: list[int] = field(default_factory=list)  # later batches delivered
     # The base seed of random numbers; None: not drawn yet.
     seed: int | None = field(default=None, metadata=_SEALED)
     # Data that restores the order.
@@ -119,12 +119,12 @@ class LoaderState:
     states: State = field(default_factory=dict, metadata=_SEALED)
     # The states of an aioloader stream, by reader, at the previous epoch's end.
     last: State = field(default_factory=dict, metadata=_SEALED)
-    # States of a map-style dataset: this process's, or by worker.
+    # States of a map-style dataset, by worker or for this process.
     datasets: State = field(default_factory=dict, metadata=_SEALED)
 
     @classmethod
     def of(cls, options: Options, **values: Any) -> "LoaderState":
-        """Return a state with these values, and the values that a load compares."""
+        """Return a state of ``values`` and of the options that a load must match."""
         values |= {each.name: each.metadata["of"](options) for each in MUST_MATCH}
         return cls(**values)
 
@@ -148,7 +148,7 @@ def unsealed(state: Any) -> LoaderState:
     """Return the ``LoaderState`` that a saved dict contains.
 
     Raises:
-        StateMismatchError: If it is not a state, has another version, or is damaged.
+        StateMismatchError: If ``state`` is no state, of another version, or damaged.
     """
     if not isinstance(state, Mapping) or "version" not in state:
         keys = sorted(map(str, state)) if isinstance(state, Mapping) else state
@@ -202,8 +202,8 @@ def state_of(
 ) -> State:
     """Return a loader's state, as the dict that ``state_dict`` returns.
 
-    ``epoch``: the latest started one. ``newer``: the next one, if an iterator was made
-    for it. ``kept``: the base seed of persistent workers, or None.
+    ``epoch``: the latest epoch that has started. ``newer``: the next epoch, if it has
+    an iterator. ``kept``: the base seed of persistent workers, or None.
     """
     if newer is not None and newer.number >= 0:  # its workers have started
         epoch, newer = newer, None
@@ -247,7 +247,7 @@ def epoch_settings(options: Options) -> State:
 def fingerprint_of(dataset: Any) -> State:
     """Return the fingerprints of aioloader's datasets in ``dataset``, by entry.
 
-    Each value is a list with an item per dataset: None if that lacks the entry.
+    Each value is a list with an item per dataset, None where the entry is missing.
     """
     prints = [*filter(None, (own.fingerprint() for own in own_datasets(dataset)))]
     names = {name for entries in prints for name in entries}
@@ -261,7 +261,7 @@ def _between(
     drawn: Epoch | None,
     kept: int | None,
 ) -> LoaderState:
-    """Return the state between epochs; ``drawn``: the next epoch, if drawn already."""
+    """Return the state between epochs; ``drawn`` is the next epoch if it was drawn."""
     state = LoaderState.of(options, epoch=numbers.next)
     state.seed = kept if drawn is None else drawn.base_seed
     state.dataset_epoch = epoch_of(options.dataset)
@@ -286,7 +286,7 @@ def _between(
 def pending_state(options: Options, loaded: LoaderState, drawn: Epoch | None) -> State:
     """Return the dict of a loaded state that no iteration has resumed from.
 
-    It includes the epoch ``drawn`` since, if any, and epochs that the user has set.
+    It includes the epoch ``drawn`` since, if any, and epoch numbers set by the user.
     """
     state, sampler = copy.deepcopy(loaded), options.index_sampler
     if drawn is not None:
@@ -309,7 +309,7 @@ def _generator_states(options: Options) -> State:
 
 
 def generators_of(options: Options) -> dict[str, torch.Generator]:
-    """Return the generators that epochs draw from: the user's and the default one."""
+    """Return, by name, the generators from which the loader's epochs draw."""
     loader: torch.Generator | None = options.generator
     sampler = getattr(drawing_part_of(options.index_sampler), "generator", None)
     generators = {_LOADER: loader, "sampler": None if sampler is loader else sampler}
@@ -373,7 +373,7 @@ def stream_start(
 
 
 def first_states(options: Options, before: Epoch | None, *, is_kept: bool) -> States:
-    """Return the states of an iterable's readers at the start of the next epoch."""
+    """Return the readers' states of a user's iterable when the next epoch starts."""
     if options.kind is Kind.MAP or options.is_own_stream:
         return {}
     if before is not None and (is_kept or not options.has_copies):
@@ -387,7 +387,7 @@ def first_states(options: Options, before: Epoch | None, *, is_kept: bool) -> St
 
 
 def _datasets_of(options: Options, epoch: Epoch | None) -> State:
-    """Return the states of a map-style dataset: by worker, or the loader's own."""
+    """Return a map-style dataset's states, keyed by worker or ``"loader"``."""
     if options.kind is not Kind.MAP or not options.is_stateful:
         return {}
     if epoch is None or not epoch.reads_ahead:
@@ -423,7 +423,7 @@ def restore(options: Options, state: LoaderState, loads: StateLoads) -> None:
 
 
 def _restore_dataset(options: Options, state: LoaderState, loads: StateLoads) -> None:
-    """Load the state of this process's dataset; for an iterable only between epochs.
+    """Restore the dataset of this process, an iterable only between epochs.
 
     The dataset may set torch's generator, from which the next epoch is drawn. If
     workers have copies of the dataset, this process's generator stays unchanged.

@@ -62,7 +62,7 @@ _SEED_HINT = "give the loaders of all ranks the same sampler, seeded alike"
 
 
 def fitted(options: Options, state: LoaderState, *, strict: bool) -> LoaderState:
-    """Check a state; convert the states of a stream's readers to this loader's workers.
+    """Check that a state fits; convert a stream's states for this loader's workers.
 
     Raises:
         StateMismatchError: If the state is of a different loader or stream.
@@ -117,7 +117,7 @@ def _counted(value: Any) -> str:
 
 
 def _check_order(options: Options, state: LoaderState) -> None:
-    """Check the sampler's settings, and the seed of the generator that it uses."""
+    """Check the sampler's settings, and the seed of the sampler's generator."""
     saved, mine, is_map = state.order, epoch_settings(options), options.kind is Kind.MAP
     if is_map:
         mine |= described(options.index_sampler)

@@ -73,8 +73,8 @@ class TorchLoader(torch.utils.data.DataLoader[Any], AddedArguments, Generic[Batc
     def _keep_arguments(self, arguments: dict[str, Any]) -> None:
         """Keep the arguments as attributes.
 
-        A subclass written for torch's loader may use such a name for something else. So
-        subclasses keep aioloader's arguments in ``_own``, which the loader reads.
+        Subclasses keep aioloader's arguments in ``_own``, which the loader reads: they
+        may use an argument's name for something else.
         """
         for name in TORCH_NAMES:
             setattr(self, name, arguments[name])
@@ -138,7 +138,7 @@ class TorchLoader(torch.utils.data.DataLoader[Any], AddedArguments, Generic[Batc
     def _is_accelerate_prepared(self) -> bool:
         """Whether accelerate should leave the loader as it is.
 
-        Only ``Accelerator.prepare`` reads it; ``check_torch_suffices`` may raise then.
+        Only ``Accelerator.prepare`` reads this, so ``check_torch_suffices`` may raise.
         """
         prepared: bool | None = vars(self).get("_accelerate_prepared")
         if prepared is None:
@@ -165,7 +165,7 @@ def dataset_kind(dataset: Any, kind: Kind) -> int:
 
 
 def refuse_overridden(cls: Any, base: Any) -> None:
-    """Refuse ``async for`` over a subclass of ``base`` that overrides only ``for``."""
+    """Refuse ``async for`` over a subclass that overrides only how ``for`` iterates."""
     if cls.__aiter__ is not base.__aiter__:
         return
     for name in ("__iter__", "_get_iterator"):
@@ -177,7 +177,7 @@ def refuse_overridden(cls: Any, base: Any) -> None:
 
 
 def refuse_keyed(loader: Any) -> None:
-    """Refuse a ``KeyedOrder`` if the subclass overrides how torch orders samples."""
+    """Raise if a loader that overrides torch's sampling hooks uses a ``KeyedOrder``."""
     order = index_sampler_of(loader.sampler, loader.batch_sampler)
     if isinstance(order, KeyedOrder):
         raise TypeError(
@@ -188,7 +188,7 @@ def refuse_keyed(loader: Any) -> None:
 
 
 def check_torch_suffices(loader: TorchLoader[Any]) -> None:
-    """Raise if torch's loader would make other batches, else warn that it is used."""
+    """Raise if torch's loader would make other batches; otherwise warn of its use."""
     advice = (
         "use aioloader.accelerate.prepare(accelerator, ...) instead of "
         "accelerator.prepare(...), or for transformers' Trainer the TrainerMixin there"
@@ -234,7 +234,7 @@ _HEAP_TYPE = 1 << 9
 
 
 def _expand_signature(cls: type[TorchLoader[Any]]) -> None:
-    """Replace ``**kwargs`` in a subclass's signature by the arguments it passes on.
+    """Replace ``**kwargs`` in a subclass's signature by its base class's parameters.
 
     Frameworks take ``**kwargs`` to mean torch's arguments, and drop all others when
     they rebuild the loader.
@@ -264,7 +264,7 @@ def _expand_signature(cls: type[TorchLoader[Any]]) -> None:
 def _merged(
     mine: list[inspect.Parameter], theirs: list[inspect.Parameter]
 ) -> list[inspect.Parameter]:
-    """Return a subclass's parameters; its base's replace the variadic ones."""
+    """Return a subclass's parameters, with its base's in place of variadic ones."""
     named = [each for each in mine if each.kind not in _VARIADIC]
     passes_all = len(named) == 1 and mine[1].kind is mine[1].VAR_POSITIONAL
     names = {each.name for each in named}

@@ -1,1 +1,1 @@
-"""The order of samples: samplers, permutations, mixtures, epochs, and ranks."""
+"""The order of samples, with permutations, mixtures, epochs and ranks."""

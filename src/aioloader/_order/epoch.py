@@ -1,4 +1,4 @@
-"""Epochs: their numbers, order and base seed, and the consumer's position in them.
+"""Epochs, with their numbers, orders and base seeds, and the consumer's position.
 
 Only delivered batches count. With ``in_order=False``, a position is a number below
 which all batches were delivered, and the set of later batches that were delivered too.
@@ -57,7 +57,7 @@ def under_way(driver: HasEpoch) -> Iterator[None]:
 
 @dataclass(eq=False, repr=False)
 class EpochPosition:
-    """A position in an epoch: which batches were delivered, and states after them."""
+    """Which batches of an epoch were delivered, and the states after them."""
 
     done: int = 0  # every batch below this number was delivered
     beyond: frozenset[int] = frozenset()  # later batches that were delivered too
@@ -161,7 +161,7 @@ class Progress:
             )
 
     def _settle(self) -> None:
-        """Add the latest batch to the position. Idempotent."""
+        """Add the latest batch and earlier failures to the position. Idempotent."""
         latest = self._latest  # another thread may take the next one
         if latest is not None or self.is_over:
             self._beyond.update(self._failed)
@@ -181,7 +181,7 @@ class Progress:
             self._advance()
 
     def _advance(self) -> None:
-        """Advance over delivered batches, and over those of readers that have ended."""
+        """Advance past delivered batches and the numbers of readers that have ended."""
         while True:
             done, reader = self._done, self._done % self._readers
             if self._end is not None and self._end[0] == done:
@@ -200,7 +200,7 @@ class Progress:
 
 @dataclass(eq=False, repr=False)
 class Epoch:
-    """One pass over the dataset: drawn for an iterator, started at its first step."""
+    """One pass over the dataset, drawn for an iterator, started at its first step."""
 
     base_seed: int  # of random numbers in this epoch
     order: Order
@@ -272,7 +272,7 @@ class Epoch:
 
 
 class EpochNumbers:
-    """A loader's epoch numbers; they also set the epoch of its ``KeyedOrder``."""
+    """A counter of a loader's epochs, which also sets the epoch of a ``KeyedOrder``."""
 
     def __init__(
         self, sampler: Any, number: int = 0, order_epoch: int | None = None
@@ -294,7 +294,7 @@ class EpochNumbers:
         return EpochNumbers(sampler, self.next, self._order_epoch)
 
     def reserve(self, epoch: Epoch) -> None:
-        """Number an epoch and its order: as saved, as in the outer iteration, or next.
+        """Give an epoch and its order the saved, the outer loop's or the next number.
 
         The number is free again if the epoch is dropped before it starts.
         """
@@ -354,7 +354,7 @@ class EpochNumbers:
                 self._order_epoch = order_epoch
 
     def choose(self, epoch: int) -> None:
-        """Make ``epoch`` the next one; the caller also sets it in the sampler."""
+        """Make ``epoch`` the next number; the caller also sets it in the sampler."""
         epoch = operator.index(epoch)
         if epoch < 0:
             raise ValueError(f"epoch must not be negative, got {epoch}")
@@ -365,14 +365,14 @@ class EpochNumbers:
             self._reserved.clear()
 
     def next_order_epoch(self) -> int | None:
-        """Return the ``KeyedOrder``'s next epoch: a new one, or the user's choice."""
+        """Return the next epoch of the ``KeyedOrder``, or None if there is none."""
         if self._order is None:
             return None
         return self._order.epoch + (self._order.epoch == self._order_epoch)
 
 
 def index_sampler_of(sampler: Any, batch_sampler: Any) -> Any:
-    """Return the sampler that determines the order, of batches or of indices."""
+    """Return the sampler, of batches or of indices, that determines the order."""
     # Unless a program has replaced the ``__iter__`` of torch's class.
     is_torchs = type(batch_sampler) is BatchSampler
     if is_torchs and BatchSampler.__iter__.__module__ == BatchSampler.__module__:
@@ -385,7 +385,7 @@ def order_of(
 ) -> IndexOrder | IteratedOrder:
     """Return the next epoch's order of a map-style dataset, or restore a saved one.
 
-    Exact classes of torch and aioloader get random access; others are iterated.
+    Torch's basic samplers and a ``SeekableOrder`` are indexed; others are iterated.
     """
     saved, drop_last = saved or {}, False
     size: int | None = 1 if batch_sampler is None else None

@@ -53,9 +53,9 @@ class IndexBatch(NamedTuple):
 
 @dataclass(eq=False, repr=False)
 class Order:
-    """One epoch's index batches on one rank; for a stream, unless subclassed.
+    """One epoch's index batches on one rank; the base class is for streams.
 
-    A stream's indices are positions without an end: only the stream knows its end.
+    A stream's indices are endless positions, because only the stream knows its end.
     """
 
     size: int | None  # samples per batch of a rank; None: a sampler yields batches
@@ -64,7 +64,7 @@ class Order:
     end: State | None = field(default=None, init=False)  # a sampler's final state
 
     def prepare(self, epoch: int | None = None, /) -> None:
-        """Draw what a saved state needs, once: a seed, but no permutation.
+        """Draw the seed that a saved state needs, but no permutation yet.
 
         ``epoch`` is the epoch of a ``KeyedOrder``; None: its current one.
         """
@@ -76,7 +76,7 @@ class Order:
     def batches(
         self, start: int = 0, _after: State | None = None, /
     ) -> Iterator[IndexBatch]:
-        """Yield batches from number ``start``, given the state before; call once."""
+        """Yield batches from number ``start`` on, given the sampler's state before."""
         return self.batches_of(itertools.count(start))
 
     def batches_of(self, numbers: Iterable[int]) -> Iterator[IndexBatch]:
@@ -97,9 +97,9 @@ class Order:
         return True
 
     def _rank_part(self, batch: Any) -> tuple[Any, int, int]:
-        """Return this rank's part of a global batch, its padding, and a position.
+        """Return this rank's part of a batch, the padding's size, and its source.
 
-        The padding is taken from that position of the order: as in torch, it wraps.
+        The source is a position of the order, modulo the order's length, as in torch.
         """
         part = self.part
         mine, padding = part.share(len(batch))
@@ -125,7 +125,7 @@ class IndexOrder(Order):
                 self._seekable.set_epoch(epoch)
 
     def draws_slowly(self, number: int, start: int, /) -> bool:
-        """Tell whether a long permutation is drawn: at the first batch and the end."""
+        """Tell whether request ``number``, first or last, draws a long permutation."""
         if self.draws is None or len(self.sampler) <= _QUICK_LENGTH:
             return False
         whole = (self.size or 1) * self.part.world_size
@@ -224,7 +224,7 @@ class SamplerDraws:
     """The seed or generator state from which a sampler draws one order.
 
     Samplers draw from their ``generator``, or else from the default one. ``saved`` is
-    the ``state`` of another process, or empty.
+    the result of an earlier ``state()``, or empty.
     """
 
     def __init__(self, sampler: Any, saved: State) -> None:
@@ -289,7 +289,7 @@ class SamplerDraws:
 
 
 def nested(sampler: Any) -> Iterator[Any]:
-    """Yield a sampler, and those that it wraps as ``sampler`` or ``batch_sampler``."""
+    """Yield a sampler and those it wraps as ``sampler`` or ``batch_sampler``."""
     seen: list[Any] = []
     waiting = [sampler]
     while waiting:
@@ -302,7 +302,7 @@ def nested(sampler: Any) -> Iterator[Any]:
 
 
 def described(sampler: Any) -> State:
-    """Return a sampler's class, length and settings, which states compare."""
+    """Return a sampler's class, length and settings, which a load compares."""
     if isinstance(sampler, KeyedOrder):
         return {**sampler.described(), "epoch": sampler.epoch}
     try:
@@ -321,8 +321,8 @@ def described(sampler: Any) -> State:
 def contents_of(sampler: Any) -> State:
     """Return a checksum of the indices or weights from which an epoch is drawn.
 
-    These may change between epochs, but not within one. The result is empty if there
-    are none, or they are not numbers. Of long lists, some entries are used.
+    These may change between epochs, but not within one. Only some entries of long lists
+    count. Empty without any, or if a torch sampler's are not numbers.
     """
     values: Any
     for part in nested(sampler):
@@ -355,7 +355,7 @@ def epoch_of(part: Any) -> int | None:
 
 
 def set_epoch(part: Any, epoch: int | None) -> int | None:
-    """Set the epoch that ``epoch_of`` returns, if not None; return the current one."""
+    """Set a part's epoch unless ``epoch`` is None; return its current epoch, if any."""
     counts = _with_epoch(part)
     if epoch is not None:
         set_epoch_of(counts, epoch)

@@ -1,4 +1,4 @@
-"""Mixtures: which source each position of an order comes from, given weights.
+"""Mixtures, which assign each position of an order to a source by weights.
 
 The source follows from the position by integer arithmetic, without random numbers.
 After any number of positions, each source has its share, to within 1.5 samples. Each of
@@ -89,7 +89,7 @@ class Proportions:
         return [counts[source] for source in range(self.count)]
 
     def reach(self, source: int, count: int) -> int:
-        """Return the fewest positions among which ``source`` has ``count``."""
+        """Return the fewest positions that yield ``count`` samples of ``source``."""
         most = (count + _MAX_DISTANCE) * self._total // self._weights[source] + 1
         return bisect_left(
             range(most), count, key=lambda first: self.counts(first)[source][0]
@@ -98,7 +98,7 @@ class Proportions:
     def sources(self, share: ReaderShare, first: int, most: int) -> IntegerArray:
         """Return the source of each of a reader's next samples, up to ``most``.
 
-        ``first``: their first round. Readers change positions in each round: otherwise
+        ``first``: the first round. Readers change positions in each round: otherwise
         two readers of two equal sources would each read only one source.
         """
         readers = share.readers
@@ -118,7 +118,7 @@ class Proportions:
         return sources
 
     def _starts(self, readers: int, first: int, count: int) -> IntegerArray:
-        """Return reader 0's position in each round, so that shares hold everywhere.
+        """Return reader 0's position in each round, so that all shares hold.
 
         A round that starts at ``x`` has the positions from ``x``, then those before it.
         Its distances from the shares are shifted by the distance at ``x``.
@@ -244,7 +244,7 @@ def _exact(weights: Any, names: Sequence[str]) -> list[int]:
 
 
 class MixedIndices(Sequence[int]):
-    """The order of a mixture of map-style datasets: indices of their concatenation."""
+    """The order of a mixture of datasets, as indices of their concatenation."""
 
     def __init__(self, lengths: Sequence[int], schedule: Schedule) -> None:
         self._described = checksum([*lengths, schedule.stages, schedule.until])
@@ -278,7 +278,7 @@ class MixedIndices(Sequence[int]):
         self._length = start
 
     def described(self) -> dict[str, Any]:
-        """Return the checksum of lengths and weights, which a load compares."""
+        """Return, as a dict, the checksum of the settings that a load compares."""
         return {"mixture": self._described}
 
     def __len__(self) -> int:

@@ -49,7 +49,7 @@ _WITHOUT_DRAWS = {
 
 
 class ReaderTurns:
-    """The numbers of the next requests to readers with ``in_order=False``.
+    """The numbers of requests to readers with ``in_order=False``, in order of issue.
 
     Batch k is from reader ``k % readers``. A reader gets a new request when it has
     answered one, so that slow readers do not delay the others.
@@ -228,7 +228,7 @@ class IteratedOrder(Order):
         return len(units) if self.size else sum(map(len, units))
 
     def _state_of(self, iterator: Any, first: int) -> State | None:
-        """Return the sampler's state after the latest batch, if it has one."""
+        """Return the iterator's current state, or else the sampler's, or None."""
         for name, part in (("iterator", iterator), ("sampler", self.sampler)):
             if is_stateful(part):
                 try:

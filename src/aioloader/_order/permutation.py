@@ -1,4 +1,4 @@
-"""A keyed permutation of ``range(n)``: O(1) memory and O(1) seek, for any ``n``.
+"""A keyed permutation of ``range(n)`` with O(1) memory and seek, for any ``n``.
 
 A balanced Feistel network with a hash as round function permutes the smallest
 ``4**k >= n``; values from ``n`` on are permuted again until they are below ``n``.
@@ -48,7 +48,7 @@ class KeyedOrder(abc.ABC):
         self.epoch = operator.index(epoch)
 
     def copy(self) -> Self:
-        """Return the same order, unaffected by ``set_epoch`` of this one."""
+        """Return a copy that ``set_epoch`` on this order does not affect."""
         return copy.copy(self)
 
     @abc.abstractmethod
@@ -61,7 +61,7 @@ class KeyedOrder(abc.ABC):
 
 
 class SeekableOrder(KeyedOrder):
-    """An order of ``n`` indices with random access: any part can be computed."""
+    """An order of ``n`` indices that computes the index at any position."""
 
     def __init__(self, n: int, seed: int) -> None:
         self.n: int = operator.index(n)

@@ -25,7 +25,7 @@ class RankPart(NamedTuple):
     has_peers: bool = False  # other processes may deliver the same part
 
     def share(self, count: int) -> tuple[int, int]:
-        """Return this rank's number of ``count`` samples, and its padding (0 or 1)."""
+        """Return how many of ``count`` samples are this rank's, and its padding."""
         mine = max(0, -(-(count - self.rank) // self.world_size))
         least, left_over = divmod(count, self.world_size)
         if not left_over or self.tail == "uneven":
@@ -42,7 +42,7 @@ class RankPart(NamedTuple):
         return whole + any(self.share(left_over))
 
     def positions(self, first: int, stop: int) -> range:
-        """Return this rank's positions from a global batch's ``first`` to ``stop``."""
+        """Return this rank's positions in a global batch, ``range(first, stop)``."""
         return range(first + self.rank, stop, self.world_size)
 
 
@@ -50,7 +50,7 @@ WHOLE = RankPart()
 
 
 def evened(count: int, ranks: int, tail: str) -> int:
-    """Return ``count`` padded or cut to a multiple of ``ranks``, as ``tail`` says."""
+    """Return ``count``, made a multiple of ``ranks`` unless ``tail`` is "uneven"."""
     if tail == "drop":
         return count - count % ranks
     return count if tail == "uneven" else count + -count % ranks
@@ -65,10 +65,10 @@ class ReaderShare:
     per_rank: int = 1  # readers on this rank, which share its memory
     # Ranks or readers alternate, so each reading must yield the same samples in order.
     in_turns: bool = False
-    ranks: int = 1  # times workers, if workers read
+    ranks: int = 1  # the number of ranks, times workers if those read
 
     def parts(self, total: int, tail: Tail) -> tuple[int, int]:
-        """Return the reader's number of ``total`` samples, with and without padding.
+        """Return how many of ``total`` samples are read, with and without padding.
 
         ``tail`` says how the parts of the ranks are made equal.
         """
@@ -80,10 +80,10 @@ class ReaderShare:
 
 @dataclass(eq=False, repr=False)
 class ReaderAssignment:
-    """One rank's readers and positions of a stream: every ``ranks``-th position."""
+    """The positions of a stream that one rank takes, and the readers they belong to."""
 
     rank: int  # among all workers of all ranks
-    ranks: int  # times workers, if workers read
+    ranks: int  # the number of ranks, times workers if those read
     readers: int  # of the stream
 
     @property
@@ -106,7 +106,7 @@ class ReaderAssignment:
         return [(self.rank + turn * self.ranks) % self.readers for turn in turns]
 
     def upcoming(self, taken: int) -> list[int]:
-        """Return each reader's next sample, after ``taken`` samples of this rank."""
+        """Return the next sample number of each reader, after ``taken`` samples."""
         turns = [taken + (turn - taken) % self._count for turn in range(self._count)]
         return [(self.rank + turn * self.ranks) // self.readers for turn in turns]
 

@@ -22,8 +22,8 @@ class RankCounts(NamedTuple):
     def of(cls, reports: Sequence[tuple[int, bool, bool]]) -> "RankCounts":
         """Summarize the reports of all ranks, given in the order of ranks.
 
-        Each report has the batches so far, whether there are no more, and whether the
-        consumer has left the iteration early.
+        Each report is the number of batches so far, whether the rank has ended, and
+        whether its consumer has left the iteration early.
         """
         going = [count for count, has_ended, _ in reports if not has_ended]
         ended = [count for count, has_ended, _ in reports if has_ended]
@@ -38,7 +38,7 @@ class RankCounts(NamedTuple):
 
 @dataclass
 class SharedEnd:
-    """One rank's view of the end that all ranks share."""
+    """What one rank knows of the common end of an epoch."""
 
     # Ranks that have ended repeat samples until the last rank ends; otherwise all end
     # with the first rank.
@@ -68,7 +68,7 @@ class SharedEnd:
         return counts.cut if counts.cut == counts.least else None
 
     def may_pass(self) -> bool:
-        """Tell whether the next batch may be delivered: all ranks have or repeat it."""
+        """Tell whether the next batch may be delivered, as every rank can match it."""
         return self.pads or self.passed < self.counts.least
 
     def needs_others(self) -> bool:
@@ -80,7 +80,7 @@ class SharedEnd:
         return not self.may_pass() and (self.has_ended or self.made > self.passed)
 
     def is_over(self) -> bool:
-        """Tell whether all batches were delivered."""
+        """Tell whether this rank has delivered all batches."""
         return self.passed == self.total()
 
     def lacking(self) -> int:

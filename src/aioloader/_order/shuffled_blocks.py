@@ -146,7 +146,7 @@ class ShuffledBlocks(SeekableOrder):
         return order
 
     def _in_window(self, place: Any, lane: Any, lengths: Any) -> Any:
-        """Permute each place within its window; ``lengths``: those of the lanes."""
+        """Permute each place in its window; ``lengths``: the lengths of the lanes."""
         span = max(1, self.window // self.lanes)
         number, place = np.divmod(place, span)
         ends = np.minimum(span, lengths - number * span)  # the last may be shorter

@@ -3,9 +3,9 @@
 It holds the position of all ranks together, and each reader's state and number of
 samples, so it can be loaded on another number of ranks. Its description of the stream
 is a JSON-ready dict of ``"kind"``, the parameters that determine the samples and their
-order, and ``"of"``, the description of the previous step; not the data's location,
-caches or read-ahead. ``"function"`` is the name of a user function, which may have been
-renamed: a difference there is only a warning.
+order, and ``"of"``, the description of the previous step. It excludes the data's
+location, caches and read-ahead. ``"function"`` is the name of a user function, which
+may have been renamed, so a difference there causes only a warning.
 
 A checksum detects states that were truncated, edited, or restored only in part: they
 could silently yield wrong samples.
@@ -206,7 +206,7 @@ def are_in_step(states: Sequence[State]) -> bool:
 
 
 def _latest(states: Sequence[State]) -> int:
-    """Return the latest position of the ranks that have not ended, or else of all."""
+    """Return the latest position of the running ranks, or of all ranks if none runs."""
     going = [state for state in states if not state.get("ended")]
     latest: int = max(state["position"] for state in going or states)
     return latest
@@ -268,7 +268,7 @@ def _steps_of(description: Description) -> list[Description]:
 
 
 def mixture_counts(states: Iterable[State]) -> dict[str, tuple[int, float]]:
-    """Return each mixture source's samples, and the mean pass of its readers.
+    """Return sample counts and mean pass numbers of mixtures' sources, by name.
 
     Sources of a mixture within a mixture are named ``"outer/inner"``.
     """
@@ -288,7 +288,7 @@ def _count(
     prefix: str,
     counted: dict[str, list[tuple[int, int]]],
 ) -> None:
-    """Add one reader's samples and pass, for each source of a mixture."""
+    """Add one reader's sample count and pass number to ``counted``, for each source."""
     stream, state = _step(stream, state, {"mix"})
     if stream["kind"] != "mix":
         return

@@ -1,7 +1,7 @@
 """Batches of samples of similar length, each within a budget of tokens.
 
 Windows of a shuffled order are sorted by length and cut into batches. Only the lengths
-and one window are in memory. An iterator's state is a window and a batch in it.
+and one window are in memory. An iterator's state numbers a window and a batch.
 Source: the bucketing of fairseq's ``batch_by_size`` and torchtext's ``pool``.
 """
 
@@ -145,7 +145,7 @@ class TokenBudgetBatchSampler(KeyedOrder):
 
 
 class BudgetIterator:
-    """Iterator over the batches of one epoch; ``load_state_dict`` moves it."""
+    """Iterator over the batches of one epoch, which ``load_state_dict`` repositions."""
 
     def __init__(self, sampler: TokenBudgetBatchSampler) -> None:
         self._sampler = sampler
@@ -167,7 +167,7 @@ class BudgetIterator:
         raise StopIteration
 
     def state_dict(self) -> dict[str, int]:
-        """Return the position: the epoch, the window, and its batches taken so far."""
+        """Return the numbers of the epoch, the window, and its batches taken so far."""
         epoch = self._sampler.epoch
         return {"epoch": epoch, "window": self._window, "taken": self._taken}
 
