@@ -132,7 +132,7 @@ class OwnStream(abc.ABC):
         has_peers: bool = False,
         is_skipped: bool = False,
     ) -> "OwnStream":
-        """Return a copy to iterate, perhaps in a worker; it takes over a loaded state.
+        """Return a copy to iterate, in any process; the copy takes over a loaded state.
 
         Args:
             ranks: A rank, and the number of ranks; None: those set by ``shard``.

@@ -317,7 +317,7 @@ class Decoder:
         return None
 
     def describe(self) -> dict[str, Any]:
-        """Return what a state depends on: image formats, and names of functions."""
+        """Return the image formats and function names, which a state depends on."""
         words = {
             ext: function.spec if isinstance(function, Picture) else "function"
             for ext, function in sorted(self._named.items(), key=lambda item: item[0])

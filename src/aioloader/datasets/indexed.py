@@ -312,7 +312,7 @@ async def listed(made_by: Any, stack: AsyncExitStack) -> list[Any]:
 
 
 def checked(stream: Any) -> Any:
-    """Return a stream's format; raise an error if it does not allow random access."""
+    """Return a stream's format; raise an error if random access is not possible."""
     expected = "a stream of shards, such as TarDataset, whose steps go to transform="
     check_is(stream, StoredStream, "stream", expected)
     if not (isinstance(stream, ArrowDataset) or isinstance(stream.made_by, ByteFormat)):

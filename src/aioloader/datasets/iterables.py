@@ -51,7 +51,7 @@ def from_iterable(source: IterableSource) -> Stream[Any]:
         source: An iterable that can be iterated in every epoch, or a function that
             returns an iterable, such as a generator function. Each reader iterates it.
             The iterable's ``set_epoch``, if any, is called with each epoch's number; in
-            later passes of ``repeat``, with a distinct number below 2**31. A loader of
+            later passes of ``repeat``, with another number below 2**31. A loader of
             aioloader in ``source`` uses the same number.
 
     Raises:
@@ -123,7 +123,7 @@ class _Iterable(Stream[Any]):
 
 
 class _IterableCursor(Cursor):
-    """Cursor over one reader's samples of a source, which counts all samples read.
+    """Cursor over one reader's samples of a source; it counts all samples read.
 
     A plain iterable is read in a single thread, which some iterables require.
     """

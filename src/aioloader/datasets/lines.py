@@ -52,7 +52,7 @@ _JOINABLE = frozenset({"utf-8", "ascii", "iso8859-1"})
 
 
 class JSONDecoder:
-    """Decodes JSON lines, by ``orjson`` where it returns the same value as ``json``.
+    """Decodes JSON lines with ``orjson``, or with ``json`` where the two differ.
 
     ``orjson`` turns integers beyond 64 bits into floats, and rejects ``NaN``, numbers
     too large for a float, lone surrogates, byte order marks and UTF-16.
@@ -72,7 +72,7 @@ class JSONDecoder:
             raise ValueError("values are nested too deep") from None
 
     def is_plain(self, piece: bytes | memoryview) -> bool:
-        """Tell whether a piece of a shard is certain to have no large integers."""
+        """Tell whether a piece of a shard certainly contains no large integers."""
         # A long run of digits fills an aligned word of eight bytes. A digit's upper
         # half is 3, as in six other characters.
         text = np.frombuffer(piece, np.uint8)
@@ -82,9 +82,9 @@ class JSONDecoder:
     def decode_lines(
         self, lines: Sequence[bytes], longest: int, *, is_plain: bool
     ) -> list[Any] | None:
-        """Decode complete lines, faster; return None if each needs ``decode_line``.
+        """Decode many lines at once; return None if ``decode_line`` must decode each.
 
-        ``longest`` is the length of the longest line; ``is_plain`` holds for all lines.
+        ``longest`` is the longest line's length; ``is_plain`` is true if all lines are.
         """
         fast, is_long = _orjson_loads(), longest > 2 * _MAX_DEPTH
         if fast is None:
@@ -137,10 +137,10 @@ def _orjson_loads() -> Callable[[bytes], Any] | None:
 class JSONLinesDataset(ByteStream[Any]):
     """Streams samples from files with one JSON value per line.
 
-    Empty lines and a byte order mark are skipped. A line that is not JSON is one failed
+    Blank lines and a byte order mark are skipped. A line that is not JSON is one failed
     sample; the error names the shard and the byte offset. Values are those of Python's
     ``json``, with ``NaN`` and integers of any size. If ``orjson`` is installed, it
-    decodes the lines for which it returns the same value, faster.
+    decodes the lines for which both return the same value.
 
     Args:
         addresses: Paths or URLs, such as ``"https://host/{0..9}.jsonl.zst"``.
@@ -166,9 +166,9 @@ class TextDataset(ByteStream[str]):
 
     Args:
         addresses: Paths or URLs.
-        encoding: Encoding of the text, with one-byte line feeds. A line that cannot
-            be decoded is one failed sample. A UTF-8 byte order mark at the start of a
-            file is dropped.
+        encoding: Encoding of the text, in which a line feed must be one byte. A line
+            that cannot be decoded is one failed sample. A UTF-8 byte order mark at the
+            start of a file is dropped.
         max_sample_bytes: As for ``TarDataset``.
         options: As for ``TarDataset``.
     """
@@ -196,12 +196,12 @@ class TextDataset(ByteStream[str]):
         super().__init__(addresses, kind, **options)
 
     def describe(self) -> dict[str, Any]:
-        """Return what a state depends on, including the encoding."""
+        """Return the settings that a state depends on, including the encoding."""
         return {**super().describe(), "encoding": self._encoding}
 
 
 class _TextDecoder:
-    """Decodes lines of text; has the methods of ``JSONDecoder``."""
+    """Decodes lines of text, with the same methods as ``JSONDecoder``."""
 
     def __init__(self, encoding: str) -> None:
         self._encoding = encoding
@@ -281,7 +281,7 @@ def samples(decoder: LineDecoder, max_bytes: int, feed: ByteFeed) -> Steps:
             offset = len(_BOM)
             lines[0] = lines[0].removeprefix(_BOM)
             if not lines[0]:
-                lines.pop(0)  # it was the whole line
+                lines.pop(0)  # the mark was the whole line
         done, fitting = 0, 1 + _CHUNK_BYTES * len(lines) // max(1, len(feed.view))
         while done < len(lines):
             chunk = lines[done : done + min(feed.want, _CHUNK_LINES, fitting)]

@@ -94,7 +94,7 @@ class _MapStyle(Stream[Any]):
         return _ReadCursor(indices, state, reading, **options)
 
     async def _enter(self, reading: Reading) -> ThreadPoolExecutor | None:
-        """Enter the dataset on the loop; return the thread for a sync dataset."""
+        """Enter the dataset on the loop; return a new thread if the dataset is sync."""
         for owner in own_datasets(self._dataset):
             await reading.stack.enter_async_context(owner.lifespan())
         if reads_async(self._dataset):
@@ -214,7 +214,7 @@ class _ReadCursor(_PositionCursor, Mapped):
         return samples
 
     async def _close(self) -> None:
-        close_coroutines(self._results)  # those never awaited
+        close_coroutines(self._results)  # coroutines never awaited
         await super()._close()
 
 

@@ -124,7 +124,7 @@ def _array(dtype: str | None, shape: tuple[int, ...] | None, data: bytes) -> Any
 
 
 def _list(decode: Decode, start: int, data: bytes) -> list[Any]:
-    """Decode a list: from byte ``start``, its count, its lengths and its values."""
+    """Decode a list, whose count, lengths and values begin at byte ``start``."""
     (count,) = struct.unpack_from("<I", data, start)
     lengths = struct.unpack_from(f"<{count}I", data, start + 4)
     offset = start + 4 + 4 * count
@@ -148,7 +148,7 @@ def _image(image: ModuleType, data: bytes) -> Any:
 
 
 def _raw_image(image: ModuleType, data: bytes) -> Any:
-    """Decode a raw image: width, height, length of Pillow's mode, mode, and pixels."""
+    """Decode a raw image, stored as width, height, mode's length, mode, and pixels."""
     width, height, length = struct.unpack_from("<3I", data)
     mode = str(data[12 : 12 + length], "utf-8")
     return image.frombytes(mode, (width, height), data[12 + length :])
@@ -226,7 +226,7 @@ class MDSFormat(ByteFormat):
     async def shards(
         self, stack: AsyncExitStack, _known: Summary | None = None
     ) -> list[Any]:
-        """Return the shards that the indexes list, in that order."""
+        """Return the shards that the indexes list, in their order."""
         indexes = await super().shards(stack)
         shards: list[MDSShard] = []
         for address in indexes:

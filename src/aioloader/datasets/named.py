@@ -28,7 +28,7 @@ class Named(HasLifespan):
 
     @property
     def names(self) -> NameTable:
-        """The names by index."""
+        """The samples' names, in order."""
         return self._names
 
     def __len__(self) -> int:

@@ -122,7 +122,7 @@ class ObjectDataset(
 
     @property
     def keys(self) -> NameTable:
-        """The keys by index, relative to the store."""
+        """The objects' keys in order, relative to the store."""
         return self._names
 
     async def __getitem__(self, index: SupportsIndex) -> "Bytes | bytes | memoryview":

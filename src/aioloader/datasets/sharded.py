@@ -1,4 +1,4 @@
-"""Base classes of streams of shards: shard order, slots, division among readers."""
+"""Base classes of sharded streams; they divide shards among readers and slots."""
 
 import copy
 import operator
@@ -90,13 +90,13 @@ class ShardedStream(Stream[Sample_co]):
     """A stream that reads its samples from shards.
 
     The shards, permuted in each epoch if ``shuffle`` is set, are divided among the
-    readers: one per rank and worker, unless ``readers`` sets their number. Each shard
-    goes to the reader with the fewest bytes (or rows) so far; or with the fewest shards
-    if lengths are unknown, as for URLs that are not listed. So each shard is read once,
-    and readers differ by at most one shard. Each reader needs one. A reader divides its
-    shards among slots, which it interleaves; a slot reads its shards in sequence. A
-    state requires shards of the same names and lengths in the same order; their common
-    directory, bucket or server may differ.
+    readers. There is one reader per rank and worker, unless ``readers`` sets their
+    number. Each shard goes to the reader with the fewest bytes (or rows) so far. If
+    lengths are unknown, as for URLs that are not listed, the number of shards counts.
+    So each shard is read once, and readers differ by at most one shard. Each reader
+    needs a shard. It divides its shards among slots, which it interleaves; a slot reads
+    its shards in sequence. A state requires shards of the same names and lengths in the
+    same order; their common directory, bucket or server may differ.
 
     Args:
         made_by: The format, which lists and opens shards.
@@ -205,7 +205,7 @@ class ShardedStream(Stream[Sample_co]):
         return listing
 
     async def _list(self, reading: Reading, known: Summary | None) -> "_ShardListing":
-        """Return all shards, split if there are fewer than readers."""
+        """List all shards; split them if there are fewer than readers."""
         made_by, readers = self.made_by, reading.share.readers
         shards = await made_by.shards(reading.stack, known)
         if made_by.count(shards) < readers:
@@ -275,11 +275,11 @@ class _ShardListing(NamedTuple):
 def _assign(
     order: Sequence[int] | ShuffledIndices, sizes: Sequence[int] | None, readers: int
 ) -> Sequence[Sequence[int]]:
-    """Return the shards of each reader, with about equal lengths in total.
+    """Return each reader's shard numbers; readers have about equal total lengths.
 
-    Each shard in turn goes to the reader with the least so far, so two readers differ
-    by at most the longest shard. Source: Graham, "Bounds on multiprocessing timing
-    anomalies", 1969 (list scheduling).
+    Each shard in turn goes to the reader with the smallest total so far, so two readers
+    differ by at most the longest shard. Source: Graham, "Bounds on multiprocessing
+    timing anomalies", 1969 (list scheduling).
     """
     if isinstance(order, ShuffledIndices):
         order = [*chain.from_iterable(paced(order))]
@@ -309,8 +309,8 @@ class StoredStream(ShardedStream[Sample_co]):
         requests: Timeouts and retries of requests.
         cache: Directory in which to cache bytes from a store.
         cache_bytes: Limit of the cache; the least recently used entries are evicted.
-        unpack_bytes: Memory limit for decompressing one zstd or xz shard, in bytes: the
-            limit of its window or dictionary. Arrow has its own limit for CSV.
+        unpack_bytes: Maximum size of the window or dictionary for decompressing one
+            zstd or xz shard, in bytes. Arrow has its own limit for CSV.
         order: As for ``ShardedStream``.
     """
 
@@ -384,7 +384,7 @@ class ByteStream(StoredStream[Sample_co]):
         options: As for ``StoredStream``.
 
     Attributes:
-        cuts: Function that finds offsets to split a shard at; None: no splitting.
+        cuts: Function that returns offsets to split a shard at; None: never split.
     """
 
     cuts: ClassVar[Cuts | None] = None

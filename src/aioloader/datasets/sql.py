@@ -63,7 +63,7 @@ if TYPE_CHECKING:
 RowKeys: TypeAlias = "np.ndarray[Any, Any] | list[Any]"
 T = TypeVar("T")
 
-# Keys to fetch per step, which are decoded on the event loop.
+# Number of keys to fetch per step; they are decoded on the event loop.
 _FETCH_ROWS = 2000
 # Steps of SQLite's virtual machine between checks whether the lookup was closed.
 _STEPS_PER_CHECK = 10_000
@@ -197,7 +197,7 @@ class SQLiteLookup(Lookup):
         # The handler stops a query within a millisecond after `aclose`.
         connection.set_progress_handler(is_closed.is_set, _STEPS_PER_CHECK)
         try:
-            connection.execute("PRAGMA schema_version")  # fails if it is no database
+            connection.execute("PRAGMA schema_version")  # fails for other files
             (page,) = connection.execute("PRAGMA page_size").fetchone()
             self._address.check_pages(page)
         except BaseException:
@@ -348,7 +348,7 @@ def import_asyncpg() -> Any:
 
 
 def compact(keys: Iterable[Any]) -> RowKeys:
-    """Return keys as an array of int64 if all are integers, else as a list."""
+    """Return keys as an int64 array if all are integers that fit, or else as a list."""
     keys = list(keys)
     is_whole = all(isinstance(key, (int, np.integer)) for key in keys)
     try:
@@ -450,7 +450,7 @@ class SQLRows(Dataset[Coroutine[Any, Any, Row]], LoopDataset):
 
     @property
     def keys(self) -> RowKeys:
-        """The keys by index: an array of int64, or a list."""
+        """The rows' keys in order, as an int64 array or a list."""
         return self._keys
 
     def __len__(self) -> int:

@@ -56,7 +56,7 @@ CACHE_BYTES = 10 << 30
 
 
 class Stream(Iterated[Sample_co]):
-    """A dataset for ``async for``; base class of all streams.
+    """Base class of all streams, which are datasets for ``async for``.
 
     A loader reads a stream on the loader's loop, one block per batch; with
     ``fetch="workers"``, each worker reads its share. Each rank reads all samples,
@@ -80,8 +80,8 @@ class Stream(Iterated[Sample_co]):
     ) -> "Stream[Any]":
         """Return the stream of ``function(sample)``, in order.
 
-        A coroutine function runs on the loop, for ``concurrency`` samples at a time; a
-        plain one in a thread. For worker processes, use the loader's ``transform``.
+        A coroutine function runs on the loop, for ``concurrency`` samples at a time. A
+        plain one runs in a thread, and the loader's ``transform`` in worker processes.
         """
         check_at_least(concurrency, 1, "concurrency")
         _check_function(function, "async generator")
@@ -172,37 +172,37 @@ class Stream(Iterated[Sample_co]):
         return _StepStream(self, Batched, described)
 
     def unbatch(self) -> "Stream[Any]":
-        """Return the stream of the items of each sample, one by one.
+        """Return the stream of all samples' items, one by one.
 
         This is the reverse of ``batch``; rows of tables stay in columns. Samples are
         lists, arrays, generators or other iterables. Generators run in a thread, no
         further than needed. A sample that is a string, bytes, a dict or not iterable
         fails with a ``TypeError``. If an iterable raises, the error replaces its
-        remaining items. A state has a position among a sample's items: on resume, these
-        are generated again, and must be the same.
+        remaining items. A state contains the position among a sample's items. On
+        resume, these items are generated again, and must be the same.
         """
         return _StepStream(self, Unbatched, {})
 
     def flat_map(
         self, function: Callable[[Any], Any], *, concurrency: int = 64
     ) -> "Stream[Any]":
-        """Return the stream of the items of each ``function(sample)``, one by one.
+        """Return the stream of the items that ``function`` returns for each sample.
 
-        The short form of ``map(function, concurrency=concurrency).unbatch()``: the
-        function returns an iterable, or is a generator function.
+        Short form of ``map(function, concurrency=concurrency).unbatch()``. The function
+        returns an iterable, or is a generator function.
         """
         return self.map(function, concurrency=concurrency).unbatch()
 
     def tokenize(
         self, tokenizer: Any, column: str | None = None, *, batch: int = 256
     ) -> "Stream[Any]":
-        """Return the stream of the tokens of each text: 1-D arrays of integers.
+        """Return the stream of texts as tokens, in one 1-D integer array per text.
 
         Tokenizing runs in a thread, ``batch`` texts at a time, one batch in advance. A
         sample that is not text, or lacks the column, fails alone. On resume, earlier
-        texts are read again, but not tokenized again. The tokenizer is copied now,
-        without its padding. A state holds a digest of the tokenizer's vocabulary and
-        settings; it is refused if they differ.
+        texts are read again, but not tokenized again. A tokenizer (not a function) is
+        copied now, without its padding. A state contains a digest of its vocabulary and
+        settings, and is refused if they differ.
 
         Args:
             tokenizer: A ``tokenizers.Tokenizer``, or one of
@@ -337,7 +337,7 @@ class Stream(Iterated[Sample_co]):
 
 
 def _check_function(function: object, *rejected: str) -> None:
-    """Raise a TypeError for a non-callable, or a function of a ``rejected`` kind."""
+    """Raise a TypeError unless ``function`` is callable and of no ``rejected`` kind."""
     check_is(function, Callable, "function", "callable")
     if generator_of(function) in rejected:
         raise TypeError(
@@ -349,8 +349,8 @@ def _check_function(function: object, *rejected: str) -> None:
 class _StepStream(Stream[Any]):
     """A stream with one more step; ``step`` is the class of the cursor.
 
-    ``described`` are parameters that a state depends on. ``extras`` are other
-    parameters, and functions, whose names are in ``described``.
+    ``described`` are parameters that a state depends on. ``extras`` are the other
+    parameters, and functions; ``described`` has only the functions' names.
     """
 
     def __init__(
@@ -457,7 +457,7 @@ class _EpochStream(_StepStream):
 
 
 class Mixture(Stream[Any]):
-    """Several streams as one; arguments and errors are those of ``mix``.
+    """A mixture of several streams; arguments and errors are those of ``mix``.
 
     The ranks and readers of the first stream apply.
     """

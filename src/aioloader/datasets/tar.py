@@ -199,7 +199,7 @@ def samples(max_sample_bytes: int, missing_end: MissingEnd, feed: ByteFeed) -> S
     """Yield an archive's samples, with a ``FailedSample`` for each that cannot be read.
 
     ``feed`` starts at a sample's first header; global PAX headers before it are not
-    applied. A member takes twice its size of memory while pieces of it are joined.
+    applied. While its pieces are joined, a member takes twice its size in memory.
     """
     return _Archive(max_sample_bytes, missing_end, feed).read()
 
@@ -235,7 +235,7 @@ class _Archive:
         return _read_text(self._member_name)
 
     def read_single(self, url: str, start: int, data: memoryview) -> Any:
-        """Return the only sample in ``data``; NotImplemented if a header is not plain.
+        """Return the only sample in ``data``, or NotImplemented if the fast path fails.
 
         Headers like those of earlier samples are parsed faster.
         """
@@ -341,7 +341,7 @@ class _Archive:
         return is_plain
 
     def _read_headers(self) -> Generator[Any, None, _Member | None]:
-        """Read the headers of the next member; None at the end of the archive."""
+        """Read the next member's headers; return None at the end of the archive."""
         start, extras = self._feed.at, dict[str, bytes]()
         while True:
             block = yield from self._read_header(start)

@@ -66,12 +66,12 @@ _TAR_END = bytes(1024)  # two blocks, as a tar ends
 # Values of these types are encoded on the event loop, others in a thread.
 _QUICK_TYPES = bytes, str, int, bytearray, memoryview
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
-# Rows to take from a plain iterable before other tasks run.
+# Number of rows to take from a plain iterable before other tasks run.
 _ROWS_PER_TURN = 64
 
 
 class _FinishedShard(NamedTuple):
-    """A finished shard: its name, number of samples, and size in bytes."""
+    """The name, number of samples, and size in bytes of a finished shard."""
 
     file: str
     samples: int
@@ -115,8 +115,8 @@ class _Manifest:
     ) -> "_Manifest":
         """Return the manifest to continue with, or raise a StateMismatchError.
 
-        ``text`` is the manifest file's contents, or None. ``sizes`` are those of all
-        files in the folder, by name. ``label`` is the folder, for errors.
+        ``text`` is the manifest file's contents, or None. ``sizes`` are the sizes of
+        all files in the folder, by name. ``label`` is the folder, for errors.
         """
         where = f"{label!r} ({self.file})"
         manifest = self if text is None else self._loaded(text, where)
@@ -185,7 +185,7 @@ class ParquetOptions(WriterOptions, total=False):
 
 
 class ShardWriter(abc.ABC):
-    """Writes samples to shards ``NAME-000000``, ``NAME-000001``...; a context manager.
+    """An async context manager that writes shards ``NAME-000000``, ``NAME-000001``...
 
     ``NAME-shards.json`` lists the names and sizes of the shards. A new writer for the
     same place resumes: pass it the same samples in the same order, from number
@@ -197,8 +197,8 @@ class ShardWriter(abc.ABC):
         name: Prefix of the shards' names.
         shard_bytes: Size at which a shard is finished.
         shard_samples: Maximum number of samples per shard, or None.
-        metadata: The samples' origin, JSON-serialisable. It is stored, and writing
-            resumes only with equal metadata.
+        metadata: JSON-serialisable data about the samples' origin, which is stored.
+            Writing resumes only with equal metadata.
         store_options: Options of the store that a URL names.
 
     Attributes:
@@ -381,7 +381,7 @@ class ShardWriter(abc.ABC):
 
     @abc.abstractmethod
     async def _encode(self, sample: Mapping[str, Any]) -> tuple[Any, int]:
-        """Return the next sample, encoded for ``_pack``, and its approximate size."""
+        """Encode the next sample for ``_pack``; return it and its approximate size."""
 
     @abc.abstractmethod
     def _pack(self, encoded: list[Any], *, is_end: bool) -> bytes:
@@ -563,7 +563,7 @@ async def write_parquet(
 ) -> list[str]:
     """Write rows to Parquet shards, and return the shards' names.
 
-    Called again after a crash, with the same rows, it resumes after the last shard.
+    A new call after a crash, with the same rows, resumes after the last shard.
 
     Args:
         rows: Dicts of values by column, as an iterable, an async iterable or a stream:

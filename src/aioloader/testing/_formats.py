@@ -1,4 +1,4 @@
-"""Check of a shard format: what ``ShardedStream`` requires of it."""
+"""A check that a shard format meets the requirements of ``ShardedStream``."""
 
 import asyncio
 import json
@@ -28,7 +28,7 @@ async def check_shard_format(made_by: ShardFormat, *, samples: int = 64) -> None
 
     Args:
         made_by: The format, over a few small shards; not all of them empty.
-        samples: Number of samples per shard after each of which to read the rest again.
+        samples: How many of a shard's first samples to resume after, one by one.
 
     Raises:
         AssertionError: If a check fails. Errors of reading are raised unchanged.

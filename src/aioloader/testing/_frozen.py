@@ -65,7 +65,7 @@ def compare(
     """Check that two lists of batches or samples are equal; number them from ``start``.
 
     Raises:
-        AssertionError: If they differ; names the first difference.
+        AssertionError: If they differ; the message names the first difference.
     """
     nothing = object()
     pairs = zip_longest(expected, actual, fillvalue=nothing)

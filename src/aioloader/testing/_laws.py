@@ -1,4 +1,4 @@
-"""Check of resuming: a resumed loader delivers the same batches as the first one.
+"""A check that a resumed loader delivers the same batches as the first one.
 
 The check is a generator that yields the next loader to iterate. It is driven by ``for``
 or ``async for``, in this process or in a new one.
@@ -63,7 +63,7 @@ def assert_resumes_exactly(
             a warning says so.
 
     Raises:
-        AssertionError: If a loader resumes otherwise; names k and the first difference.
+        AssertionError: If a loader resumes differently; tells k and the difference.
     """
     make_other, resumes = resume_in or make_loader, list[_Resume]()
     with torch.random.fork_rng(devices=[]):
@@ -126,7 +126,7 @@ class _Life:
     end: Any = None  # the state after the first epoch
 
     def epochs(self) -> Iterator[None]:
-        """Yield once per epoch, which the caller iterates; save the first one's end."""
+        """Yield once per epoch to iterate; save the state after the first epoch."""
         for _ in range(self.count):
             self.batches.append([])
             self._save("resumed before iter()")
