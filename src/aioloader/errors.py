@@ -55,7 +55,7 @@ class DatasetError(LoaderError):
     """Data is damaged, or could not be read or written despite retries.
 
     Attributes:
-        location: The object, such as ``"s3://bucket/key"``, without credentials.
+        location: Object's address, such as ``"s3://bucket/key"``, without credentials.
         attempts: How often the request was tried; at least 1.
     """
 

@@ -70,7 +70,7 @@ class BlockIterator(OneIteration, HasLifespan):
     def take(self, size: int, most: int) -> Iterable[tuple[Any, dict[str, Any]]]:
         """Yield up to ``most`` blocks of ``size`` samples that have already been read.
 
-        No sample in them has failed. Each block comes with the position after it.
+        None of the samples has failed. Each block comes with the position after it.
         """
 
     @abc.abstractmethod
@@ -147,8 +147,8 @@ class OwnStream(abc.ABC):
     ) -> dict[str, Any]:
         """Return the first state of ``epoch``, if the last one ended at ``state``.
 
-        Only for streams that continue across epochs. ``workers`` is their number per
-        rank. An epoch number that the user set takes precedence over ``epoch``.
+        Only for streams that continue across epochs. Each rank has ``workers`` workers.
+        An epoch number that the user set takes precedence over ``epoch``.
         """
 
     @abc.abstractmethod
@@ -274,7 +274,7 @@ def generator_of(function: object) -> str | None:
     return None
 
 
-# Torch's wrappers by method, because a subclass may override the method.
+# Attributes of torch's wrappers, by method because a subclass may override it.
 _WRAPPERS: dict[object, str] = {
     Subset.__getitem__: "dataset",
     ConcatDataset.__getitem__: "datasets",

@@ -232,7 +232,7 @@ class IndexedDataset(Dataset[Coroutine[Any, Any, Any]], LoopDataset):
         await write(self._stream, pack, await in_thread(packed.contents))
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return what a state depends on: shards' names, sample counts and versions."""
+        """Return checksums of shard names, sample counts and, if known, versions."""
         edges = self._edges
         if not self._known:
             ends = [edges.end(shard) for shard in range(len(edges.counts))]
@@ -359,7 +359,7 @@ async def numbers_of(
 async def scan_of(
     storage: Storage, address: Address, kind: ByteFormatSpec
 ) -> tuple[Offsets, Version | None]:
-    """Scan a shard for sample offsets, in a thread: a user's format may block."""
+    """Scan a shard for sample offsets, in a thread since a user's format may block."""
     source, loop = storage.open(address, 0, _SCAN_BYTES), asyncio.get_running_loop()
     thread, is_over = ThreadPoolExecutor(1, "aioloader-scan"), threading.Event()
     reading: list[asyncio.Future[Buffer]] = []

@@ -111,7 +111,7 @@ class _Iterable(Stream[Any]):
         return _IterableCursor(self._source, reading, state, is_async=self._is_async)
 
     def ahead(self) -> Ahead:
-        """Return how far to read ahead: less if a sample may have to be awaited."""
+        """Return how far to read ahead, which is less if samples may be slow."""
         return Ahead.FREE if isinstance(self._source, Sequence) else Ahead.QUICK
 
     def describe(self) -> State:

@@ -59,7 +59,7 @@ class JSONDecoder:
     """
 
     def decode_line(self, line: bytes) -> list[Any]:
-        """Return a line's value in a list, empty if blank; or raise a ValueError."""
+        """Return ``[value]``, or ``[]`` for a blank line. Raises ValueError."""
         if not line.strip():
             return []
         fast = _orjson_loads()
@@ -140,7 +140,7 @@ class JSONLinesDataset(ByteStream[Any]):
     Blank lines and a byte order mark are skipped. A line that is not JSON is one failed
     sample; the error names the shard and the byte offset. Values are those of Python's
     ``json``, with ``NaN`` and integers of any size. If ``orjson`` is installed, it
-    decodes the lines for which both return the same value.
+    decodes the lines for which both libraries return the same value.
 
     Args:
         addresses: Paths or URLs, such as ``"https://host/{0..9}.jsonl.zst"``.
@@ -255,7 +255,7 @@ def _single(
 
 
 def samples(decoder: LineDecoder, max_bytes: int, feed: ByteFeed) -> Steps:
-    """Yield the samples of lines; a line over ``max_bytes`` fails, unbuffered."""
+    """Yield the samples of lines; fail lines over ``max_bytes`` without buffering."""
     offset = feed.at
     # The parts of a line that continues in the next piece, and their length.
     parts, length = list[bytes](), 0

@@ -44,7 +44,7 @@ def from_dataset(
     ``DistributedSampler``: the loader's ``tail`` decides about the last samples.
 
     Args:
-        dataset: Has ``__getitem__`` and ``__len__``; a state depends on the length.
+        dataset: With ``__getitem__`` and ``__len__``; a state requires the same length.
         shuffle: Whether to permute all samples, differently in each epoch.
         seed: Seed of the permutation.
         concurrency: How many samples of an async dataset to read at a time, in all

@@ -289,7 +289,7 @@ class MDSFormat(ByteFormat):
         return address
 
     def spec(self, shard: Any) -> ByteFormatSpec:
-        """Return the spec; it can decode a single sample from just its bytes."""
+        """Return a shard's spec, which can decode a single sample from its bytes."""
         allow = self._allow_unsafe_types
         columns = _decoders(shard.columns, allow_unsafe_types=allow)
         return self._spec._replace(quick=partial(_single, columns, *_layout(columns)))
@@ -411,7 +411,7 @@ def _single(
     start: int,
     data: memoryview,
 ) -> Any:
-    """Decode the sample with exactly the bytes ``data``; or return a failed sample."""
+    """Decode the single sample in ``data``; return a failed one if lengths differ."""
     length = lengths.size
     if len(data) >= length:
         sizes = lengths.unpack_from(data)

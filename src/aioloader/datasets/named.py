@@ -72,8 +72,8 @@ class Named(HasLifespan):
                 ``gif``). Empty: all files.
 
         Raises:
-            ValueError: If a file is in no class folder, or in one of an unknown class;
-                or, without ``classes``, if a class folder has no file to include.
+            ValueError: If no file is included, one is in no (known) class folder, or,
+                without ``classes``, a class folder has no file to include.
         """
         return ClassFolders(self, root, classes=classes, extensions=extensions)
 

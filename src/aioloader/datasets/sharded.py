@@ -92,11 +92,11 @@ class ShardedStream(Stream[Sample_co]):
     The shards, permuted in each epoch if ``shuffle`` is set, are divided among the
     readers. There is one reader per rank and worker, unless ``readers`` sets their
     number. Each shard goes to the reader with the fewest bytes (or rows) so far. If
-    lengths are unknown, as for URLs that are not listed, the number of shards counts.
-    So each shard is read once, and readers differ by at most one shard. Each reader
-    needs a shard. It divides its shards among slots, which it interleaves; a slot reads
-    its shards in sequence. A state requires shards of the same names and lengths in the
-    same order; their common directory, bucket or server may differ.
+    lengths are unknown, as for URLs that are not listed, each shard counts as one. So
+    each shard is read once, and readers differ by at most one shard. Each reader needs
+    at least one shard. It divides its shards among slots, which it interleaves; a slot
+    reads its shards in sequence. A state requires shards of the same names and lengths
+    in the same order; their common directory, bucket or server may differ.
 
     Args:
         made_by: The format, which lists and opens shards.
@@ -173,7 +173,7 @@ class ShardedStream(Stream[Sample_co]):
         return kind(sequences, state, summary)
 
     def ahead(self) -> Ahead:
-        """Return how far to read ahead: never if the order may change between runs."""
+        """Tell how far to read ahead, which is not at all if the order may change."""
         changes = self.made_by.changes or not self._deterministic
         return Ahead.NEVER if changes else Ahead.FREE
 
@@ -226,7 +226,7 @@ class ShardedStream(Stream[Sample_co]):
     async def _assignment(
         self, reading: Reading, count: int, sizes: Sequence[int] | None
     ) -> Sequence[Sequence[int]]:
-        """Return each reader's shards, from a cache for all readers of this process."""
+        """Return each reader's shard numbers, cached for all readers of the process."""
         # One entry for each pass of ``repeat``; readers may be in different passes.
         assignments = reading.listed.setdefault((id(self), "deals"), {})
         if reading.epoch not in assignments:
@@ -242,7 +242,7 @@ class ShardedStream(Stream[Sample_co]):
         return shares
 
     def _mismatch(self, summary: Summary, saved: Any, readers: int) -> Exception:
-        """Return the error for too few shards, or for shards unlike the state's."""
+        """Return the error for too few shards, or shards other than the state's."""
         count = summary["count"]
         if count < readers:
             return ValueError(
@@ -353,7 +353,7 @@ class StoredStream(ShardedStream[Sample_co]):
     def cache(
         self, directory: str | PathLike[str], max_bytes: int = CACHE_BYTES
     ) -> Self:
-        """Return the stream with its reads from a store cached in a directory."""
+        """Return the stream with bytes from stores cached in a directory."""
         clone = self._clone()
         clone.made_by = copy.copy(self.made_by)
         clone.made_by.storage = self.made_by.storage.cached(

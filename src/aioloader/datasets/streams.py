@@ -441,7 +441,7 @@ class _EpochStream(_StepStream):
         return EpochPart(upstream, state, reading, **parameters)
 
     def carried(self, state: State, passed: int, share: ReaderShare) -> State:
-        """Return the next epoch's first state: after the last delivered sample."""
+        """Return the next epoch's first state, which follows the last sample taken."""
         if state.get("next") is not None:
             return {"up": state["next"]}
         left = share.parts(self.total(), self._tail)[1] - state.get("given", 0)

@@ -373,7 +373,7 @@ class _Archive:
         return field, size
 
     def _read_header(self, start: int) -> Generator[Any, None, bytes | None]:
-        """Read a header of the member that starts at ``start``; None at the end."""
+        """Read a header of the member at ``start``; return None at the end marker."""
         self._offset = self._feed.at
         block = yield from self._feed.take(_BLOCK)
         if len(block) < _BLOCK or block == _ZEROS:
@@ -474,7 +474,7 @@ class _Archive:
         )
 
     def _loss(self) -> str:
-        """Return the end of an error message: the lost sample, and what to do."""
+        """Return the end of an error message, with the lost sample and what to do."""
         todo = "; write or download it again"
         if self._key is None or self._failure is not None:
             return todo
@@ -583,7 +583,7 @@ _LOGGED: list[str] = []
 async def at_samples(
     storage: Storage, address: Address, size: int, count: int
 ) -> Sequence[int] | str:
-    """Return offsets to split an archive at, from its index; or why it has none."""
+    """Return offsets to split an archive at, or a reason why there is no index."""
     numbers = await read_index(storage, address)
     if numbers is None:
         name = storage.label(sibling(address, index_name))

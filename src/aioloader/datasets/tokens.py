@@ -72,7 +72,7 @@ _HAS_MADVISE = hasattr(mmap, "MADV_WILLNEED")
 # Longer samples and documents are processed in a thread, not on the event loop.
 _MAX_INLINE_TOKENS = 1 << 16
 _MAX_TOKEN = np.iinfo(np.int64).max
-# Bytes of an index to read ahead while it is copied.
+# How many bytes of an index to read ahead while the index is copied.
 _INDEX_READ_AHEAD = 16 << 20
 
 
@@ -177,7 +177,7 @@ class TokenDataset(Dataset[Any]):
 
     @property
     def eos(self) -> int | None:
-        """The token that ends documents, from the argument or the sidecar, or None."""
+        """The token that ends documents, given or from the sidecar; None if unknown."""
         return self._file.eos
 
     def __len__(self) -> int:
@@ -648,7 +648,7 @@ class TokenWriter:
     async def __aexit__(
         self, _kind: object, exc: BaseException | None, *_: object
     ) -> None:
-        """Finish the file; after an error, leave the saved part for the next writer.
+        """Finish the file, or after an error, leave its saved part for the next writer.
 
         Raises:
             RuntimeError: If ``write`` failed and the block suppressed its error.

@@ -353,7 +353,7 @@ class ShardWriter(abc.ABC):
     async def __aexit__(
         self, _kind: object, exc: BaseException | None, *_: object
     ) -> None:
-        """Finish the last shard; after an error, discard it.
+        """Finish the last shard, or discard it after an error.
 
         Raises:
             RuntimeError: If ``write`` failed and the block suppressed its error.

@@ -14,7 +14,7 @@ from aioloader.datasets._streams.shards import ShardFormat, ShardPosition, Shard
 from aioloader.testing._frozen import compare, frozen
 
 _BUDGETS, _LIMITS = (1, 1 << 14, 1 << 24), (1, 2, 7, 1000)
-# Turns of the loop after which a pull is cancelled.
+# Numbers of turns of the event loop after which a pull is cancelled.
 _TURNS = (0, 1, 2, 5, 20)
 
 
