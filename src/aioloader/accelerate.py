@@ -190,7 +190,7 @@ def _is_ours(loader: Any) -> bool:
 
 
 def _bare(loader: DataLoader[Any]) -> DataLoader[Any]:
-    """Return a copy without workers, which accelerate can rebuild as a torch loader."""
+    """Return a copy that accelerate can rebuild as a torch loader without workers."""
     bare, torchs = copy.copy(loader), inspect.signature(torch.utils.data.DataLoader)
     for name in _HIDDEN:
         object.__setattr__(bare, name, torchs.parameters[name].default)

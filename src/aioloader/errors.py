@@ -161,8 +161,8 @@ class FailureBudgetError(LoaderError, RuntimeError):
     """More samples failed than ``Skip.at_most`` allows.
 
     Attributes:
-        failures: Samples that failed in this epoch.
-        attempted: Samples that were tried in this epoch.
+        failures: Number of samples that failed in this epoch.
+        attempted: Number of samples that were tried in this epoch.
     """
 
     failures: int = 0
@@ -175,11 +175,11 @@ class LoaderClosedError(LoaderError, RuntimeError):
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class StateMismatchError(LoaderError, ValueError):
-    """A saved state does not fit the object that loads it.
+    """A saved state or an existing file does not fit the object that continues it.
 
     Attributes:
-        expected: The value in the state.
-        found: The corresponding value of the object that loads the state.
+        expected: The value in the state or file.
+        found: The corresponding value of the object that loads or continues it.
     """
 
     expected: Any = None

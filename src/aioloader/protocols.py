@@ -117,11 +117,11 @@ class Outline:
 
 
 class OwnStream(abc.ABC):
-    """A stream of aioloader: an async iterable that knows about epochs and ranks."""
+    """An aioloader stream, which is an async iterable that knows epochs and ranks."""
 
     @abc.abstractmethod
     def outline(self, ranks: tuple[int, int] | None = None) -> Outline:
-        """Return the outline as of now; ``ranks``: a rank and the number of ranks."""
+        """Return the current outline; ``ranks`` is a rank and the number of ranks."""
 
     @abc.abstractmethod
     def for_epoch(
@@ -352,7 +352,7 @@ def is_stateful(part: object) -> bool:
 
 
 def own_datasets(dataset: Any) -> list[HasLifespan]:
-    """Return aioloader's own datasets: ``dataset``, or those in torch's wrappers."""
+    """Return ``dataset`` if it is aioloader's, or such ones inside torch's wrappers."""
     own: list[HasLifespan] = []
     seen: set[int] = set()
     left = [dataset]

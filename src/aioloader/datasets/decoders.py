@@ -129,7 +129,7 @@ def is_buffer(value: Any) -> bool:
 
 
 def encode(value: Any, extension: str) -> bytes:
-    """Encode a value by its extension; bytes stay unchanged, text becomes UTF-8.
+    """Encode a value by a file extension; bytes stay unchanged, text becomes UTF-8.
 
     Raises a TypeError or ValueError if the extension does not suit the value.
     """

@@ -193,10 +193,10 @@ class IndexedDataset(Dataset[Coroutine[Any, Any, Any]], LoopDataset):
         ``fetch="loader"`` with worker processes. A ``Subset`` reads no blocks.
 
         Args:
-            block: Samples per request.
-            window: Samples to permute at a time, on all ranks together; 0: none.
-                Successive batches are similar unless the window is many times (say, 64
-                times) the batch of all ranks.
+            block: Number of samples per request.
+            window: Number of samples to permute at a time, on all ranks together; 0:
+                none. Successive batches are similar unless the window is many times
+                (say, 64 times) the batch of all ranks.
             seed: Seed of the order.
             lanes: Number of parts of the order to interleave; best is the batch size of
                 all ranks together. If the number of ranks divides it, each block is

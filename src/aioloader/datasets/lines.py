@@ -1,4 +1,4 @@
-"""Streams of shards of lines: JSON lines and text.
+"""Streams of JSON lines and of lines of text.
 
 Lines end with a line feed, or with the shard. A carriage return before the line feed is
 dropped, and so is a UTF-8 byte order mark at the start of a shard. Memory holds one
@@ -59,7 +59,7 @@ class JSONDecoder:
     """
 
     def decode_line(self, line: bytes) -> list[Any]:
-        """Return ``[value]``, or ``[]`` for a blank line. Raises ValueError."""
+        """Return ``[value]``, or ``[]`` if blank; raise a ValueError if not JSON."""
         if not line.strip():
             return []
         fast = _orjson_loads()
@@ -326,5 +326,5 @@ def _too_long(url: str, offset: int, length: int, max_bytes: int) -> FailedSampl
 
 
 def without_end(line: bytes) -> bytes:
-    """Return a line without its line feed and the carriage return before that."""
+    """Return a line without its line feed and a carriage return before that."""
     return line.removesuffix(b"\n").removesuffix(b"\r")

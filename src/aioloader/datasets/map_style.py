@@ -1,4 +1,4 @@
-"""Streams of map-style datasets: in order, or shuffled as a whole.
+"""Streams of map-style datasets, in order or shuffled as a whole.
 
 The order of a shuffled epoch is a seeded permutation of the indices, computed without
 storing it. Readers take its positions in turn, so the saved position is an integer, and

@@ -203,7 +203,7 @@ class MDSDataset(StoredStream[dict[str, Any]]):
 
 
 class MDSShard(NamedTuple):
-    """A shard, or its part from byte ``start`` to byte ``stop``."""
+    """A shard, or the part of a shard from byte ``start`` to byte ``stop``."""
 
     address: Address
     samples: int  # of the whole shard
@@ -355,7 +355,7 @@ def _joined(folder: Address, name: str) -> Address:
 def samples(
     columns: Sequence[MDSColumn], count: int, stop: int, feed: ByteFeed
 ) -> Steps:
-    """Yield the samples of a shard, or of its part up to ``stop``.
+    """Yield a shard's samples from the position of ``feed`` to byte ``stop``.
 
     A sample that cannot be decoded is one failed sample. Wrong lengths, or bytes after
     the last sample, end the shard with an error.

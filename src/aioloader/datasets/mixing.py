@@ -1,4 +1,4 @@
-"""``mix``: several streams or map-style datasets combined into one, by weights."""
+"""Combine several streams or map-style datasets into one with ``mix``, by weights."""
 
 import asyncio
 from bisect import bisect_right

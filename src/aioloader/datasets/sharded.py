@@ -362,7 +362,7 @@ class StoredStream(ShardedStream[Sample_co]):
         return clone
 
     def places(self) -> list[str]:
-        """Return the location without digits, so that added shards do not change it."""
+        """Return the location, without digits that would change if shards are added."""
         first = min(map(shown_address, self._addresses))
         folder, slash, name = first.rpartition("/")
         name = re.sub("[0-9]+", "", name)

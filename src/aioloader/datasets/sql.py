@@ -358,7 +358,7 @@ def compact(keys: Iterable[Any]) -> RowKeys:
 
 
 def _internal_name(name: str) -> str:
-    """Return PostgreSQL's internal name of a type: ``_int4`` for ``int4[]``."""
+    """Return PostgreSQL's internal name of a type, such as ``_int4`` for ``int4[]``."""
     return f"_{name[:-2]}" if name.endswith("[]") else name
 
 
@@ -371,7 +371,7 @@ class _RowsOptions(TypedDict, total=False):
 
 
 class SQLRows(Dataset[Coroutine[Any, Any, Row]], LoopDataset):
-    """Reads rows of a table by key, by ``async def __getitem__``: one query per batch.
+    """Reads rows of a table by key, with one query per batch; ``__getitem__`` is async.
 
     A row is a dict of Python values by column. Several event loops can read one dataset
     at once, each with its own connections; a loader closes them (``aclose``). A dataset

@@ -1,4 +1,4 @@
-"""Streams: datasets that are read sequentially and composed of steps.
+"""Streams, which are datasets read sequentially and composed of steps.
 
 A stream is a description: its methods return new streams, and iterating opens a cursor.
 The order depends only on the seed, the epoch, and the numbers of slots and readers. A
@@ -139,7 +139,7 @@ class Stream(Iterated[Sample_co]):
         return _StepStream(self, Skipped, {"count": count}, left=count)
 
     def repeat(self, times: int | None = None) -> "Stream[Sample_co]":
-        """Return the stream repeated ``times`` times; default: endlessly.
+        """Return the stream repeated ``times`` times, or endlessly by default.
 
         Each pass is shuffled differently.
         """
@@ -211,7 +211,7 @@ class Stream(Iterated[Sample_co]):
                 int64); or a plain function of a list of texts that returns a sequence
                 of integers for each text, or a dict with these as ``input_ids``.
             column: Key or column of the text, for samples that are dicts or rows.
-            batch: Texts to tokenize at a time; not part of the state.
+            batch: Number of texts to tokenize at a time; not part of the state.
 
         Raises:
             TypeError: If ``tokenizer`` is none of these.
@@ -266,11 +266,11 @@ class Stream(Iterated[Sample_co]):
         documents of the window, its samples differ.)
 
         Args:
-            length: Tokens per sample.
+            length: Number of tokens per sample.
             strategy: ``"concat"``: concatenate documents and split them;
                 ``"best_fit"``: fill samples with whole documents and padding, window by
                 window, and permute the samples of a window.
-            window: Documents per window, for best fit.
+            window: Number of documents per window, for best fit.
             bos: Token to add before each document; it is never predicted.
             eos: Token to add after each document; predicted if the last token is.
             overlong: What best fit does with documents of more than ``length`` tokens.
@@ -327,7 +327,7 @@ class Stream(Iterated[Sample_co]):
         weights: Weights | None = None,
         until: Until = "all",
     ) -> "Stream[Any]":
-        """Return the stream of the samples of this and other streams, by weights.
+        """Return a mixture of this and other streams, in proportion to weights.
 
         Short form of ``aioloader.datasets.mix`` for streams without names: this stream
         is ``"0"``, the next ``"1"``... The ranks and readers of this stream apply.
@@ -410,7 +410,7 @@ class _RepeatedStream(_StepStream):
         return Repeated(cursor, state, reading, open_pass=open_pass, **self._described)
 
     def carried(self, _state: State, _passed: int, _share: ReaderShare) -> None:
-        """Return None: each epoch starts with the first pass."""
+        """Return None, because each epoch starts with the first pass."""
 
 
 def _repeat_depth(stream: Stream[Any]) -> int:

@@ -127,7 +127,7 @@ def _read_size(block: bytes, extras: dict[str, bytes]) -> int:
 
 
 def _read_number(field: bytes) -> int:
-    """Parse a number: octal digits, or base 256 if the top bit is set."""
+    """Parse a number in octal digits, or in base 256 if the top bit is set."""
     try:
         if field[0] & 0x80:
             number = int.from_bytes(field, signed=True)
@@ -322,7 +322,7 @@ class _Archive:
         return member
 
     def _skip_pax(self, block: bytes, body: int) -> int:
-        """Return the offset after an irrelevant PAX header; 0 if it must be parsed."""
+        """Return the offset after an irrelevant PAX header; 0 if the header matters."""
         size = _size_of_pax(block)
         if size is None:
             return 0

@@ -95,7 +95,7 @@ class TokenDataset(Dataset[Any]):
 
     Args:
         path: Path or URL of the tokens; ``.bin`` or ``.idx`` may be omitted.
-        length: Tokens per sample.
+        length: Number of tokens per sample.
         dtype: Type of the tokens, such as ``"uint16"``; not needed with an ``.idx`` or
             the sidecar of ``TokenWriter``.
         eos: The token that ends each document. Default: the ``.idx`` or the sidecar
@@ -122,7 +122,7 @@ class TokenDataset(Dataset[Any]):
     def __new__(
         cls, path: Any = "", *_args: Any, store: Any = None, **_options: Any
     ) -> Self:
-        """Create a dataset; for a file in a store, create one of an async subclass."""
+        """Create the dataset; for a file in a store, its class is an async subclass."""
         subclass: Any = cls
         if cls is TokenDataset and not _is_file(path, store):
             subclass = _StoredTokens
@@ -227,7 +227,7 @@ class TokenDataset(Dataset[Any]):
         }
 
     async def __aenter__(self) -> Self:
-        """Keep a store's connections open until the exit; a loader does this."""
+        """Keep a store's connections open until the exit; loaders enter datasets."""
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:

@@ -385,7 +385,7 @@ class ShardWriter(abc.ABC):
 
     @abc.abstractmethod
     def _pack(self, encoded: list[Any], *, is_end: bool) -> bytes:
-        """Return the shard's next bytes, from encoded samples; runs in a thread.
+        """Turn encoded samples into the shard's next bytes; runs in a thread.
 
         To refuse a sample, remove it from ``encoded`` and raise a ValueError.
         """
@@ -518,7 +518,7 @@ class ParquetWriter(ShardWriter):
         return row, sum(map(bytes_of, row.values()))
 
     def _pack(self, encoded: list[dict[str, Any]], *, is_end: bool) -> bytes:
-        """Return rows as a row group; at the end of a shard, followed by the footer."""
+        """Return rows as a row group, followed by the footer at the end of a shard."""
         if encoded:
             pa = _import_pyarrow()
             import pyarrow.parquet as pq  # noqa: PLC0415  (it takes a while)

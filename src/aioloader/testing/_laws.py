@@ -113,11 +113,11 @@ async def _drive_async(law: "Iterable[_Life]") -> None:
 
 @dataclass
 class _Life:
-    """One loader, its iterations, and the batches and states from them."""
+    """A loader, and the batches and states from its iterations."""
 
     loader: DataLoader[Any]
-    count: int  # epochs to iterate
-    limit: int | None  # batches to take of each epoch; None: all
+    count: int  # number of epochs to iterate
+    limit: int | None  # number of batches to take per epoch; None: all
     # Save a state after these numbers of batches of the first epoch; None: after each.
     stops: Collection[int] | None = ()
     batches: list[list[Any]] = field(default_factory=list)  # by epoch
@@ -172,7 +172,7 @@ class _Resume:
     state: Any
     epochs: list[list[Any]]  # rest of its epoch, then the next epochs
     in_order: bool
-    limit: int | None  # batches to take; None: all
+    limit: int | None  # number of batches to take per epoch; None: all
 
     def check(
         self, make: MakeLoader, half: int = -1
