@@ -61,7 +61,7 @@ class BlockIterator(OneIteration, HasLifespan):
     # Whether several blocks may fill one batch. If not, each block is one batch, and
     # some of its positions may have no sample.
     fills: bool
-    leaves_out: bool  # a failed sample has no position; the next sample takes it
+    leaves_out: bool  # failed samples take no position
     at: int  # number of the epoch's positions that this rank passed before
     real: int | None  # number of samples per epoch without padding; None: all
     refills: bool  # the epoch's first samples fill a short last batch

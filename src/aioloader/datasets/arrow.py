@@ -1,4 +1,4 @@
-"""Streams of other libraries' Arrow data: tables, datasets, queries, frames, Ray."""
+"""Streams of other libraries' Arrow data, such as tables, queries, frames and Ray."""
 
 import sys
 from collections.abc import Iterable, Mapping

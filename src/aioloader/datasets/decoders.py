@@ -1,7 +1,7 @@
-"""Decode the bytes of samples by extension: images, numbers, text and arrays.
+"""Decode samples' bytes by extension to images, numbers, text and arrays.
 
-A ``Decoder`` is a picklable function of a sample. It runs on the CPU: as the ``decode``
-of a stream or dataset in threads, as a loader's ``transform`` in its workers.
+A ``Decoder`` is a picklable function of a sample. It runs on the CPU, in threads as the
+``decode`` of a stream or dataset, or in workers as a loader's ``transform``.
 """
 
 import difflib

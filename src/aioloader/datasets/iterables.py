@@ -1,4 +1,4 @@
-"""Streams of any iterable: generators, custom file formats, other libraries' readers.
+"""Streams of any iterable, such as a generator or another library's reader.
 
 Each of N readers reads the iterable from its start and keeps every Nth sample. The
 saved position is the number of samples read: a resume reads earlier samples again and
@@ -200,7 +200,7 @@ class _IterableCursor(Cursor):
         return iterable
 
     def _begin(self, begin: Callable[[Any], Any]) -> tuple[list[Any], bool] | None:
-        """Open the source at the first call; return a last block if opening fails."""
+        """Open the source at the first call; return an error block if opening fails."""
         try:
             if self._iterator is None:
                 self._iterator = begin(self._open_source())

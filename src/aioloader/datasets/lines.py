@@ -42,9 +42,9 @@ _DIGITS_TO_ZERO = bytes(
 ) + bytes(range(128, 256))
 _NOT_ZERO = re.compile(rb"[^0]")
 _UPPER, _THREES = np.frombuffer(b"\xf0" * 8 + b"0" * 8, np.uint64)
-# Maximum nesting passed to orjson; both libraries fail near 1,000.
+# Maximum nesting passed to orjson; orjson and json fail near 1,000.
 _MAX_DEPTH = 500
-# Maximum lines to decode at once, and their approximate bytes, for the CPU cache.
+# Maximum number of lines to decode at once, and of bytes (about), for the CPU cache.
 _CHUNK_LINES, _CHUNK_BYTES = 128, 1 << 17
 _BOM = "\ufeff".encode()
 # Encodings in which many lines can be decoded as one text.

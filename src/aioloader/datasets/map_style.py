@@ -39,7 +39,7 @@ def from_dataset(
     The stream can have steps, be mixed, and be divided among any number of ranks. A
     coroutine ``__getitem__`` runs on the loop, for many samples at a time. A plain one
     runs in a thread that all readers share, because few datasets are thread-safe.
-    ``__getitems__`` is used if the dataset has it. A failed sample is delivered as its
+    ``__getitems__`` is used if the dataset has it. A failed sample is delivered as an
     error. Because the length is known, ranks have equal parts, as with torch's
     ``DistributedSampler``: the loader's ``tail`` decides about the last samples.
 

@@ -1,4 +1,4 @@
-"""Map-style datasets of named bytes: plain, decoded, and labeled by folder.
+"""Map-style datasets of named bytes, plain, decoded, or labeled by folder.
 
 ``DecodedDataset`` and ``ClassFolders`` wrap another dataset. They support several event
 loops, and pickling, if that dataset does.

@@ -107,7 +107,7 @@ class ShardedStream(Stream[Sample_co]):
         deterministic: Whether to interleave slots in a fixed order. Otherwise the order
             differs from run to run, and a resume needs the same number of ranks.
         max_bytes: Read-ahead of one rank, or worker, in bytes; divided equally among
-            its slots. A slot may exceed its part by one read.
+            its slots. A slot may exceed its share by one read.
 
     Raises:
         ValueError: If ``interleave`` or ``max_bytes`` is below 1.

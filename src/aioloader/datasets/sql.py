@@ -65,7 +65,7 @@ T = TypeVar("T")
 
 # Number of keys to fetch per step; they are decoded on the event loop.
 _FETCH_ROWS = 2000
-# Steps of SQLite's virtual machine between checks whether the lookup was closed.
+# Number of SQLite's virtual-machine steps between checks for a closed lookup.
 _STEPS_PER_CHECK = 10_000
 # COPY's binary format for rows with one int8: a header, the rows, a trailer.
 _COPY_ROW = np.dtype([("fields", ">i2"), ("length", ">i4"), ("key", ">i8")])

@@ -147,7 +147,7 @@ class Stream(Iterated[Sample_co]):
         return _RepeatedStream(self, times)
 
     def epoch_length(self, count: int) -> "Stream[Sample_co]":
-        """Return the stream with epochs of ``count`` samples, of all ranks together.
+        """Return the stream with epochs of ``count`` samples, on all ranks together.
 
         The stream repeats as often as needed. So ranks with uneven shards have equal
         numbers of batches, and none waits for another at the end of an epoch. This must
@@ -166,7 +166,7 @@ class Stream(Iterated[Sample_co]):
         return _EpochStream(self.repeat(), check_at_least(count, 1, "count"))
 
     def batch(self, size: int, *, drop_last: bool = False) -> "Stream[Any]":
-        """Return the stream of lists of ``size`` samples (of ``Rows`` for tables)."""
+        """Return the stream in batches: lists of samples, or for tables ``Rows``."""
         size = check_at_least(size, 1, "size")
         described = {"size": size, "drop_last": drop_last}
         return _StepStream(self, Batched, described)

@@ -287,7 +287,7 @@ class _Archive:
                     self._fields[field] = body
 
     def _read_plain_members(self) -> _Member | None:
-        """Read plain members; return the next if only part of its body is buffered."""
+        """Read plain members; return one whose body is not all buffered, or None."""
         feed, view, offset = self._feed, self._feed.view, self._feed.used
         base, length, ready, want = feed.at - offset, len(view), self._ready, feed.want
         start, name, member = offset, b"", None
@@ -558,7 +558,7 @@ class _SingleSamples:
         return _SingleSamples, self._args
 
 
-# Warnings: why a sample may lack a field.
+# Warnings that explain why a sample may lack a field.
 _LINK_WARNING = (
     "%r: member %r is a link, and links are skipped: the archive does not hold what "
     "they lead to; pack with `tar --dereference --hard-dereference`"

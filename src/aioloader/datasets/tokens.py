@@ -69,7 +69,7 @@ if TYPE_CHECKING:
 FindFile: TypeAlias = Callable[..., TokenFile]
 _FIELDS = "input_ids", "labels", "position_ids"
 _HAS_MADVISE = hasattr(mmap, "MADV_WILLNEED")
-# Longer samples and documents are processed in a thread, not on the event loop.
+# Samples and documents with more tokens are processed in a thread, not on the loop.
 _MAX_INLINE_TOKENS = 1 << 16
 _MAX_TOKEN = np.iinfo(np.int64).max
 # How many bytes of an index to read ahead while the index is copied.

@@ -211,7 +211,7 @@ class ShardWriter(abc.ABC):
     """
 
     ending: ClassVar[str]
-    _send_bytes = 4 << 20  # buffered bytes that are worth a call in a thread
+    _send_bytes = 4 << 20  # number of buffered bytes worth a call in a thread
 
     @names_options
     def __init__(

@@ -31,7 +31,7 @@ async def check_shard_format(made_by: ShardFormat, *, samples: int = 64) -> None
         samples: How many of a shard's first samples to resume after, one by one.
 
     Raises:
-        AssertionError: If a check fails. Errors of reading are raised unchanged.
+        AssertionError: If a check fails. Errors from reading are raised unchanged.
     """
     before = asyncio.all_tasks()
     async with AsyncExitStack() as stack:

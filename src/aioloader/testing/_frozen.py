@@ -18,8 +18,8 @@ _MAX_SHOWN = 200  # characters of a batch that a message shows
 def frozen(value: Any) -> Hashable:
     """Return a hashable value that is equal for values with the same bits.
 
-    Tensors and arrays are compared by dtype, shape and bytes; containers and plain
-    objects by their parts; anything else by its pickle.
+    Tensors and arrays are compared by device, dtype, shape and bytes; containers and
+    plain objects by their parts; anything else by its pickle.
     """
     kind = type(value)
     part: Hashable
