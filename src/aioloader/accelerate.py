@@ -36,7 +36,7 @@ except ImportError as _error:
 
 __all__ = ["AsyncIterableDatasetShard", "TrainerMixin", "prepare", "skip_first_batches"]
 
-# Arguments that determine the samples: accelerate decides them.
+# Arguments that determine the samples; accelerate sets them.
 _DECIDED = ("dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "drop_last")
 # Arguments hidden from accelerate's temporary torch loader, which would act on them.
 _HIDDEN = (

@@ -26,7 +26,7 @@ message alone, because frameworks do so to raise an error again in another proce
 from dataclasses import InitVar, dataclass
 from typing import Any
 
-# Follows the package's name in pip commands, until an index has a release.
+# Follows the package's name in pip commands, until a package index has a release.
 UNRELEASED = " @ git+https://github.com/aioloader/aioloader"
 
 

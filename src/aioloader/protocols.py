@@ -78,8 +78,8 @@ class BlockIterator(OneIteration, HasLifespan):
         """Return the samples at the next ``limit`` positions, as a ``Block``.
 
         If samples come quickly, up to ``more`` further ones are read, for ``take``.
-        With ``fills``, a block has 1 to ``limit`` samples, and an empty one is the end.
-        A list may contain failed samples, as ``FailedSample``.
+        With ``fills``, a block has 1 to ``limit`` samples, and an empty one marks the
+        end. A list may contain ``FailedSample`` objects.
 
         Raises:
             StopAsyncIteration: At the end, without ``fills``.
@@ -145,7 +145,7 @@ class OwnStream(abc.ABC):
     def following(
         self, state: dict[str, Any], epoch: int, workers: int = 1
     ) -> dict[str, Any]:
-        """Return the first state of ``epoch``, if the last one ended at ``state``.
+        """Return the first state of ``epoch``, after an epoch that ended at ``state``.
 
         Only for streams that continue across epochs. Each rank has ``workers`` workers.
         An epoch number that the user set takes precedence over ``epoch``.
@@ -222,7 +222,7 @@ def refuse_again(dataset: object, *, is_begun: bool, readers: int = 1) -> None:
         readers: Number of workers, each of which would read a copy of it.
 
     Raises:
-        TypeError: If samples would be missing, or would come from each worker.
+        TypeError: If samples would be missing, or would be repeated by each worker.
     """
     is_once = isinstance(dataset, (Iterator, AsyncIterator))
     if not is_once or type(dataset).__module__ not in {"builtins", "itertools"}:
@@ -306,8 +306,8 @@ def batch_getter(dataset: object) -> Callable[[Any], Any] | None:
 
     An inherited ``__getitems__`` ignores a subclass's own ``__getitem__``
     (pytorch/pytorch#163184), so it counts only if the class that defines
-    ``__getitem__``, or a subclass of that, defines it. For torch's ``Subset``, the
-    inner dataset decides. Other plain wrappers of async datasets (``StackDataset``)
+    ``__getitem__``, or a subclass of that class, defines it. For torch's ``Subset``,
+    the inner dataset decides. Other plain wrappers of async datasets (``StackDataset``)
     look into the samples, so their ``__getitems__`` is not used.
     """
     is_torchs = Subset.__getitems__.__module__ == Subset.__module__  # not replaced

@@ -91,7 +91,7 @@ class IndexedDataset(Dataset[Coroutine[Any, Any, Any]], LoopDataset):
             after each shard, with the numbers of indexed shards and of all shards.
 
     Raises:
-        TypeError: If ``stream`` is of another kind.
+        TypeError: If ``stream`` is none of these.
         ValueError: If ``stream`` is shuffled, interleaved, shared among ranks or
             filtered; if its shards are compressed; or if both ``pack`` and ``scan`` are
             given.

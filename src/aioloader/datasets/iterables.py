@@ -55,7 +55,7 @@ def from_iterable(source: IterableSource) -> Stream[Any]:
             aioloader in ``source`` uses the same number.
 
     Raises:
-        TypeError: If ``source`` is something else, or an iterator.
+        TypeError: If ``source`` is none of these, or an iterator.
     """
     is_async = is_async_function(source) or generator_of(source) == "async generator"
     is_known = isinstance(source, Iterable) or hasattr(source, "__getitem__")
@@ -72,7 +72,7 @@ def from_async_iterable(source: AsyncSource) -> Stream[Any]:
             generator function. Streams that ``source`` iterates use the same epoch.
 
     Raises:
-        TypeError: If ``source`` is something else, or an async iterator.
+        TypeError: If ``source`` is none of these, or an async iterator.
     """
     is_plain = is_async_function(source) or generator_of(source) == "generator"
     fits = isinstance(source, AsyncIterable) or (callable(source) and not is_plain)

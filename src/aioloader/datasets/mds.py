@@ -175,9 +175,9 @@ _DECODERS: dict[str, Decode] = {
 class MDSDataset(StoredStream[dict[str, Any]]):
     """Streams samples from MDS shards.
 
-    A sample is a dict of values by column, decoded as by MosaicML Streaming: numbers,
-    text, bytes, JSON, arrays (copied), and images by Pillow. Shards may be compressed
-    by gzip or zstandard. An uncompressed shard resumes at any sample without reading
+    A sample is a dict of values by column, decoded as in MosaicML Streaming to numbers,
+    text, bytes, JSON, arrays (copied) or Pillow images. Shards may be compressed by
+    gzip or zstandard. An uncompressed shard resumes at any sample without reading
     earlier ones, and is split if there are fewer shards than readers.
 
     Args:

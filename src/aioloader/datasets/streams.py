@@ -1,9 +1,9 @@
 """Streams, which are datasets read sequentially and composed of steps.
 
-A stream is a description: its methods return new streams, and iterating opens a cursor.
-The order depends only on the seed, the epoch, and the numbers of slots and readers. A
-state is a small position, independent of read-ahead. Memory holds the read-ahead
-(``max_bytes``) and, per reader, two windows of each ``shuffle``.
+A stream is only a description. Its methods return new streams, and iterating opens a
+cursor. The order depends only on the seed, the epoch, and the numbers of slots and
+readers. A state is a small position, independent of read-ahead. Memory holds the
+read-ahead (``max_bytes``) and, per reader, two windows of each ``shuffle``.
 """
 
 import operator

@@ -608,7 +608,7 @@ class TarDataset(ByteStream[dict[str, Any]]):
 
     Args:
         addresses: Paths or URLs, such as ``"s3://bucket/train-{000..127}.tar"``.
-        max_sample_bytes: Larger samples fail, and are not held in memory.
+        max_sample_bytes: Samples above this size fail without being buffered.
         missing_end: If a tar lacks the zeros at its end: ``"error"`` raises instead of
             the last sample, which may be cut short; ``"warn"`` reads it.
         options: ``store``, ``store_options``, ``shuffle``, ``interleave``, ``cache``

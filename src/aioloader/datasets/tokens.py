@@ -324,7 +324,7 @@ class TokenDataset(Dataset[Any]):
 
 
 class TokenRows(Sequence[dict[str, Array]]):
-    """A batch's samples, stored as the rows of arrays ``(samples, length)``."""
+    """A batch's samples, which are rows of arrays of shape ``(samples, length)``."""
 
     def __init__(self, arrays: dict[str, Array]) -> None:
         self._arrays = arrays

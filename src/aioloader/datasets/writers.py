@@ -86,7 +86,7 @@ class _Manifest:
     can be missing; it is written again.
     """
 
-    name: str  # prefix of the shards' names
+    name: str  # prefix of the shards' file names
     ending: str  # such as "tar"
     metadata: Mapping[str, Any]  # the user's description of the samples' origin
     schema: str = ""  # of tables, as text

@@ -165,12 +165,12 @@ class _Life:
 
 @dataclass
 class _Resume:
-    """A state, and the batches expected after it is loaded."""
+    """A saved state, and the batches expected after loading that state."""
 
-    where: str  # when it was saved, for messages
-    place: int  # number of the epoch's batches before it
+    where: str  # when the state was saved, for messages
+    place: int  # number of the epoch's batches before the state
     state: Any
-    epochs: list[list[Any]]  # rest of its epoch, then the next epochs
+    epochs: list[list[Any]]  # rest of the state's epoch, then the next epochs
     in_order: bool
     limit: int | None  # number of batches to take per epoch; None: all
 
