@@ -52,7 +52,7 @@ _SCALARS = (
     *("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
     *("float16", "float32", "float64"),
 )
-# Codes of dtypes: the number of bits, plus 1 if signed, or plus 2 if floating.
+# Dtypes by code, which is the number of bits, plus 1 if signed, or 2 if floating.
 _DTYPES = {
     np.dtype(name).itemsize * 8 + {"u": 0, "i": 1, "f": 2}[name[0]]: name
     for name in _SCALARS
@@ -61,7 +61,7 @@ _LENGTH_DTYPES = ("<u1", "<u2", "<u4", "<u8")
 _READ_BYTES = 1 << 20
 _INDEX = "index.json"
 _SHARD_HEAD = struct.Struct("<2I")
-# A column: its name, its encoding or decoder, and its size in bytes if that is fixed.
+# A column's name, encoding or decoder, and size in bytes (None if it varies).
 Encoded: TypeAlias = tuple[str, str, int | None]
 MDSColumn: TypeAlias = tuple[str, Decode, int | None]
 
@@ -154,7 +154,7 @@ def _raw_image(image: ModuleType, data: bytes) -> Any:
     return image.frombytes(mode, (width, height), data[12 + length :])
 
 
-# Image encodings: the format, and for lists the offset of the count.
+# Image formats by encoding, and for lists the offset of the count.
 _IMAGES: dict[str, tuple[str, int | None]] = {
     **{name: (name, None) for name in ("pil", "jpeg", "png")},
     **{f"list[{name}]": (name, 4) for name in ("pil", "jpeg", "png")},
@@ -307,7 +307,7 @@ class MDSFormat(ByteFormat):
 
     def open(self, shard: Any, position: ShardPosition, budget: int) -> ShardReader:
         """Return a reader of a shard, or of a part of one, from ``position`` on."""
-        # Read a whole shard to its end: extra bytes reveal that the index is wrong.
+        # Read a whole shard to its end, because extra bytes reveal a wrong index.
         stop = None if shard.stop == shard.size else shard.stop
         allow = self._allow_unsafe_types
         columns = _decoders(shard.columns, allow_unsafe_types=allow)

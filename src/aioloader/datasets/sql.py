@@ -67,7 +67,7 @@ T = TypeVar("T")
 _FETCH_ROWS = 2000
 # Number of SQLite's virtual-machine steps between checks for a closed lookup.
 _STEPS_PER_CHECK = 10_000
-# COPY's binary format for rows with one int8: a header, the rows, a trailer.
+# COPY's binary format for rows with one int8, between a header and a trailer.
 _COPY_ROW = np.dtype([("fields", ">i2"), ("length", ">i4"), ("key", ">i8")])
 _HEADER_BYTES, _TRAILER_BYTES = 19, 2
 # Casts of money, which asyncpg would read as text in the server's locale.
@@ -192,7 +192,7 @@ class SQLiteLookup(Lookup):
             self._address.for_driver(),
             uri=True,
             isolation_level=None,
-            check_same_thread=False,  # used by one thread at a time
+            check_same_thread=False,  # one thread uses it at a time
         )
         # The handler stops a query within a millisecond after `aclose`.
         connection.set_progress_handler(is_closed.is_set, _STEPS_PER_CHECK)

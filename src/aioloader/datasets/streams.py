@@ -51,7 +51,7 @@ from aioloader.datasets.decoders import Decoder, DecoderSpec
 from aioloader.protocols import generator_of, is_async_function
 
 Sample_co = TypeVar("Sample_co", covariant=True)
-# Default size limit of a cache.
+# Default size limit of a cache, in bytes.
 CACHE_BYTES = 10 << 30
 
 

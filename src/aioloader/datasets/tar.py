@@ -61,7 +61,7 @@ _REGULAR = b"0\x007S"
 _LINKS = b"12"
 _EXTENDED = b"LKxXg"
 _PLAIN = b"0\0"
-_BODILESS = b"123456"  # links, devices, directories, fifos: the size field is ignored
+_BODILESS = b"123456"  # links, devices, directories, fifos; their size is ignored
 
 # Fields before the checksum (with name and size), the checksum, and the fields from
 # the typeflag on, which are equal for members of the same type and owner.
@@ -250,7 +250,7 @@ class _Archive:
 
     def read(self) -> Steps:
         error: DatasetError | None = None
-        yield None  # the first piece, so that its first member takes the fast path too
+        yield None  # wait for a piece, so that its first member takes the fast path
         try:
             yield from self._read_members()
         except DamageError as exc:
@@ -261,7 +261,7 @@ class _Archive:
         except DatasetError as cut:
             error = cut
         if error is not None:
-            if self._failure is not None:  # it keeps its own error
+            if self._failure is not None:  # the sample keeps its own error
                 self._end_sample()
             self._ready.append(FailedSample(error, ends=True))
         if self._ready:
@@ -548,7 +548,7 @@ class _SingleSamples:
     def __call__(self, url: str, start: int, data: memoryview) -> Any:
         try:
             archive = self._free.pop()
-        except IndexError:  # other threads use them all
+        except IndexError:  # other threads use all parsers
             archive = _Archive(*self._args, ByteFeed(url, start, is_part=True))
         sample = archive.read_single(url, start, data)
         self._free.append(archive)

@@ -519,7 +519,7 @@ class TokenWriter:
         self._eos = None if eos is None else operator.index(eos)
         if self._eos is not None:
             check_fits(self._eos, self._dtype, "eos")
-        json.dumps(metadata)  # raises if it is not JSON
+        json.dumps(metadata)  # raises if not JSON-serialisable
         self._save_bytes = check_at_least(save_bytes, 1, "save_bytes")
         (address,) = sealed(path)
         index = None

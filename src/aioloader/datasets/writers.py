@@ -232,7 +232,7 @@ class ShardWriter(abc.ABC):
                 f"name must be made of letters, digits, dots, dashes and underscores, "
                 f"got {name!r}; folders belong in the destination"
             )
-        json.dumps(metadata)  # raises if it is not JSON
+        json.dumps(metadata)  # raises if not JSON-serialisable
         self.next_sample: int = 0
         self._shard_bytes = shard_bytes
         self._shard_samples = shard_samples
@@ -318,7 +318,7 @@ class ShardWriter(abc.ABC):
         try:
             data = await in_thread(partial(self._pack, is_end=is_end), pending)
         except ValueError:
-            if len(pending) < count:  # `_pack` has removed the row that it refused
+            if len(pending) < count:  # `_pack` removed a refused row
                 self._pending_bytes = self._pending_bytes * len(pending) // count
                 self.next_sample -= 1
                 self._is_open = True

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 _ATOMS = (str, bytes, int, bool, type(None))
-_MAX_SHOWN = 200  # characters of a batch that a message shows
+_MAX_SHOWN = 200  # maximum number of characters of a batch in a message
 
 
 def frozen(value: Any) -> Hashable:

@@ -26,7 +26,7 @@ from aioloader._workers.worker_spec import send_by_value_what_cannot_be_imported
 from aioloader.testing._frozen import compare, frozen
 
 MakeLoader: TypeAlias = Callable[[], "DataLoader[Any]"]
-# Seeds of torch's default generator: for the first run, and for resumed ones.
+# Seeds of torch's default generator for the first run, and for resumed runs.
 _FIRST, _ANEW = 0, 1
 _EPOCHS = 3
 _NEXT = ("", "the next epoch", "the epoch after the next")

@@ -115,7 +115,7 @@ def _descriptors() -> Iterator[tuple[int, str]]:
 
 def _children() -> Iterator[int]:
     """Yield the ids of all descendants, except servers of the whole process."""
-    multiprocessing.active_children()  # reaps those that have ended
+    multiprocessing.active_children()  # reaps ended children
     below: dict[int, list[int]] = {}
     every = os.listdir(_PROCESSES) if _PROCESSES.exists() else []  # noqa: PTH208  (of many, often)
     for pid in map(int, filter(str.isdecimal, every)):
