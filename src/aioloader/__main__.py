@@ -1,4 +1,4 @@
-"""``python -m aioloader``: the command line."""
+"""Run the command line, as ``python -m aioloader``."""
 
 import sys
 

@@ -36,7 +36,7 @@ except ImportError as _error:
 
 __all__ = ["AsyncIterableDatasetShard", "TrainerMixin", "prepare", "skip_first_batches"]
 
-# Arguments that determine the samples: accelerate decides them.
+# Arguments that determine the samples; accelerate sets them.
 _DECIDED = ("dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "drop_last")
 # Arguments hidden from accelerate's temporary torch loader, which would act on them.
 _HIDDEN = (
@@ -190,7 +190,7 @@ def _is_ours(loader: Any) -> bool:
 
 
 def _bare(loader: DataLoader[Any]) -> DataLoader[Any]:
-    """Return a copy without workers, which accelerate can rebuild as a torch loader."""
+    """Return a copy that accelerate can rebuild as a torch loader without workers."""
     bare, torchs = copy.copy(loader), inspect.signature(torch.utils.data.DataLoader)
     for name in _HIDDEN:
         object.__setattr__(bare, name, torchs.parameters[name].default)

@@ -26,7 +26,7 @@ message alone, because frameworks do so to raise an error again in another proce
 from dataclasses import InitVar, dataclass
 from typing import Any
 
-# Follows the package's name in pip commands, until an index has a release.
+# Follows the package's name in pip commands, until a package index has a release.
 UNRELEASED = " @ git+https://github.com/aioloader/aioloader"
 
 
@@ -55,7 +55,7 @@ class DatasetError(LoaderError):
     """Data is damaged, or could not be read or written despite retries.
 
     Attributes:
-        location: The object, such as ``"s3://bucket/key"``, without credentials.
+        location: Object's address, such as ``"s3://bucket/key"``, without credentials.
         attempts: How often the request was tried; at least 1.
     """
 
@@ -161,8 +161,8 @@ class FailureBudgetError(LoaderError, RuntimeError):
     """More samples failed than ``Skip.at_most`` allows.
 
     Attributes:
-        failures: Samples that failed in this epoch.
-        attempted: Samples that were tried in this epoch.
+        failures: Number of samples that failed in this epoch.
+        attempted: Number of samples that were tried in this epoch.
     """
 
     failures: int = 0
@@ -175,11 +175,11 @@ class LoaderClosedError(LoaderError, RuntimeError):
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class StateMismatchError(LoaderError, ValueError):
-    """A saved state does not fit the object that loads it.
+    """A saved state or an existing file does not fit the object that continues it.
 
     Attributes:
-        expected: The value in the state.
-        found: The corresponding value of the object that loads the state.
+        expected: The value in the state or file.
+        found: The corresponding value of the object that loads or continues it.
     """
 
     expected: Any = None

@@ -61,7 +61,7 @@ class BlockIterator(OneIteration, HasLifespan):
     # Whether several blocks may fill one batch. If not, each block is one batch, and
     # some of its positions may have no sample.
     fills: bool
-    leaves_out: bool  # a failed sample has no position; the next sample takes it
+    leaves_out: bool  # failed samples take no position
     at: int  # number of the epoch's positions that this rank passed before
     real: int | None  # number of samples per epoch without padding; None: all
     refills: bool  # the epoch's first samples fill a short last batch
@@ -70,7 +70,7 @@ class BlockIterator(OneIteration, HasLifespan):
     def take(self, size: int, most: int) -> Iterable[tuple[Any, dict[str, Any]]]:
         """Yield up to ``most`` blocks of ``size`` samples that have already been read.
 
-        No sample in them has failed. Each block comes with the position after it.
+        None of the samples has failed. Each block comes with the position after it.
         """
 
     @abc.abstractmethod
@@ -78,8 +78,8 @@ class BlockIterator(OneIteration, HasLifespan):
         """Return the samples at the next ``limit`` positions, as a ``Block``.
 
         If samples come quickly, up to ``more`` further ones are read, for ``take``.
-        With ``fills``, a block has 1 to ``limit`` samples, and an empty one is the end.
-        A list may contain failed samples, as ``FailedSample``.
+        With ``fills``, a block has 1 to ``limit`` samples, and an empty one marks the
+        end. A list may contain ``FailedSample`` objects.
 
         Raises:
             StopAsyncIteration: At the end, without ``fills``.
@@ -117,11 +117,11 @@ class Outline:
 
 
 class OwnStream(abc.ABC):
-    """A stream of aioloader: an async iterable that knows about epochs and ranks."""
+    """An aioloader stream, which is an async iterable that knows epochs and ranks."""
 
     @abc.abstractmethod
     def outline(self, ranks: tuple[int, int] | None = None) -> Outline:
-        """Return the outline as of now; ``ranks``: a rank and the number of ranks."""
+        """Return the current outline; ``ranks`` is a rank and the number of ranks."""
 
     @abc.abstractmethod
     def for_epoch(
@@ -132,7 +132,7 @@ class OwnStream(abc.ABC):
         has_peers: bool = False,
         is_skipped: bool = False,
     ) -> "OwnStream":
-        """Return a copy to iterate, perhaps in a worker; it takes over a loaded state.
+        """Return a copy to iterate, in any process; the copy takes over a loaded state.
 
         Args:
             ranks: A rank, and the number of ranks; None: those set by ``shard``.
@@ -145,10 +145,10 @@ class OwnStream(abc.ABC):
     def following(
         self, state: dict[str, Any], epoch: int, workers: int = 1
     ) -> dict[str, Any]:
-        """Return the first state of ``epoch``, if the last one ended at ``state``.
+        """Return the first state of ``epoch``, after an epoch that ended at ``state``.
 
-        Only for streams that continue across epochs. ``workers`` is their number per
-        rank. An epoch number that the user set takes precedence over ``epoch``.
+        Only for streams that continue across epochs. Each rank has ``workers`` workers.
+        An epoch number that the user set takes precedence over ``epoch``.
         """
 
     @abc.abstractmethod
@@ -222,7 +222,7 @@ def refuse_again(dataset: object, *, is_begun: bool, readers: int = 1) -> None:
         readers: Number of workers, each of which would read a copy of it.
 
     Raises:
-        TypeError: If samples would be missing, or would come from each worker.
+        TypeError: If samples would be missing, or would be repeated by each worker.
     """
     is_once = isinstance(dataset, (Iterator, AsyncIterator))
     if not is_once or type(dataset).__module__ not in {"builtins", "itertools"}:
@@ -274,7 +274,7 @@ def generator_of(function: object) -> str | None:
     return None
 
 
-# Torch's wrappers by method, because a subclass may override the method.
+# Attributes of torch's wrappers, by method because a subclass may override it.
 _WRAPPERS: dict[object, str] = {
     Subset.__getitem__: "dataset",
     ConcatDataset.__getitem__: "datasets",
@@ -306,8 +306,8 @@ def batch_getter(dataset: object) -> Callable[[Any], Any] | None:
 
     An inherited ``__getitems__`` ignores a subclass's own ``__getitem__``
     (pytorch/pytorch#163184), so it counts only if the class that defines
-    ``__getitem__``, or a subclass of that, defines it. For torch's ``Subset``, the
-    inner dataset decides. Other plain wrappers of async datasets (``StackDataset``)
+    ``__getitem__``, or a subclass of that class, defines it. For torch's ``Subset``,
+    the inner dataset decides. Other plain wrappers of async datasets (``StackDataset``)
     look into the samples, so their ``__getitems__`` is not used.
     """
     is_torchs = Subset.__getitems__.__module__ == Subset.__module__  # not replaced
@@ -352,7 +352,7 @@ def is_stateful(part: object) -> bool:
 
 
 def own_datasets(dataset: Any) -> list[HasLifespan]:
-    """Return aioloader's own datasets: ``dataset``, or those in torch's wrappers."""
+    """Return ``dataset`` if it is aioloader's, or such ones inside torch's wrappers."""
     own: list[HasLifespan] = []
     seen: set[int] = set()
     left = [dataset]

@@ -1,9 +1,9 @@
 """Datasets of files, objects, shards, tables and database rows.
 
-Map-style datasets (``FileDataset``, ``ObjectDataset``) read a sample by its index, by
-``async def __getitem__``, so that the loader keeps ``concurrency`` reads in flight.
+Map-style datasets (``FileDataset``, ``ObjectDataset``) read a sample by index with
+``async def __getitem__``, so that a loader keeps ``concurrency`` reads in flight.
 Streams read shards sequentially. A dataset's module is imported when its name is first
-used; an optional dependency, when a dataset that needs it is created or read.
+used. A dataset imports optional dependencies when it is created or read.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""Streams of other libraries' Arrow data: tables, datasets, queries, frames, Ray."""
+"""Streams of other libraries' Arrow data, such as tables, queries, frames and Ray."""
 
 import sys
 from collections.abc import Iterable, Mapping
@@ -23,9 +23,9 @@ def from_arrow(
 
     A ``pyarrow.Table`` or ``pyarrow.dataset.Dataset`` (or Lance's subclass) is split
     into shards. Other sources are Polars frames, DuckDB relations and other objects
-    with ``__arrow_c_stream__``, and functions that return one or yield record batches,
-    called in every epoch. Each of N readers reads these from the start and keeps every
-    Nth row. Their states count rows, so the order must repeat: a query needs ORDER BY.
+    with ``__arrow_c_stream__``, and functions that, in every epoch, return one or yield
+    record batches. Each of N readers reads these from the start and keeps every Nth
+    row. Their states count rows, so the order must repeat: a query needs ORDER BY.
 
     For Ray Data, pass the list ``dataset.streaming_split(n)``: reader k of n reads
     split k. The order changes between runs, so a state within an epoch is refused.

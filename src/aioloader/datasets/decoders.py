@@ -1,7 +1,7 @@
-"""Decode the bytes of samples by extension: images, numbers, text and arrays.
+"""Decode samples' bytes by extension to images, numbers, text and arrays.
 
-A ``Decoder`` is a picklable function of a sample. It runs on the CPU: as the ``decode``
-of a stream or dataset in threads, as a loader's ``transform`` in its workers.
+A ``Decoder`` is a picklable function of a sample. It runs on the CPU, in threads as the
+``decode`` of a stream or dataset, or in workers as a loader's ``transform``.
 """
 
 import difflib
@@ -129,7 +129,7 @@ def is_buffer(value: Any) -> bool:
 
 
 def encode(value: Any, extension: str) -> bytes:
-    """Encode a value by its extension; bytes stay unchanged, text becomes UTF-8.
+    """Encode a value by a file extension; bytes stay unchanged, text becomes UTF-8.
 
     Raises a TypeError or ValueError if the extension does not suit the value.
     """
@@ -317,7 +317,7 @@ class Decoder:
         return None
 
     def describe(self) -> dict[str, Any]:
-        """Return what a state depends on: image formats, and names of functions."""
+        """Return the image formats and function names, which a state depends on."""
         words = {
             ext: function.spec if isinstance(function, Picture) else "function"
             for ext, function in sorted(self._named.items(), key=lambda item: item[0])

@@ -91,7 +91,7 @@ class IndexedDataset(Dataset[Coroutine[Any, Any, Any]], LoopDataset):
             after each shard, with the numbers of indexed shards and of all shards.
 
     Raises:
-        TypeError: If ``stream`` is of another kind.
+        TypeError: If ``stream`` is none of these.
         ValueError: If ``stream`` is shuffled, interleaved, shared among ranks or
             filtered; if its shards are compressed; or if both ``pack`` and ``scan`` are
             given.
@@ -193,10 +193,10 @@ class IndexedDataset(Dataset[Coroutine[Any, Any, Any]], LoopDataset):
         ``fetch="loader"`` with worker processes. A ``Subset`` reads no blocks.
 
         Args:
-            block: Samples per request.
-            window: Samples to permute at a time, on all ranks together; 0: none.
-                Successive batches are similar unless the window is many times (say, 64
-                times) the batch of all ranks.
+            block: Number of samples per request.
+            window: Number of samples to permute at a time, on all ranks together; 0:
+                none. Successive batches are similar unless the window is many times
+                (say, 64 times) the batch of all ranks.
             seed: Seed of the order.
             lanes: Number of parts of the order to interleave; best is the batch size of
                 all ranks together. If the number of ranks divides it, each block is
@@ -232,7 +232,7 @@ class IndexedDataset(Dataset[Coroutine[Any, Any, Any]], LoopDataset):
         await write(self._stream, pack, await in_thread(packed.contents))
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return what a state depends on: shards' names, sample counts and versions."""
+        """Return checksums of shard names, sample counts and, if known, versions."""
         edges = self._edges
         if not self._known:
             ends = [edges.end(shard) for shard in range(len(edges.counts))]
@@ -312,7 +312,7 @@ async def listed(made_by: Any, stack: AsyncExitStack) -> list[Any]:
 
 
 def checked(stream: Any) -> Any:
-    """Return a stream's format; raise an error if it does not allow random access."""
+    """Return a stream's format; raise an error if random access is not possible."""
     expected = "a stream of shards, such as TarDataset, whose steps go to transform="
     check_is(stream, StoredStream, "stream", expected)
     if not (isinstance(stream, ArrowDataset) or isinstance(stream.made_by, ByteFormat)):
@@ -359,7 +359,7 @@ async def numbers_of(
 async def scan_of(
     storage: Storage, address: Address, kind: ByteFormatSpec
 ) -> tuple[Offsets, Version | None]:
-    """Scan a shard for sample offsets, in a thread: a user's format may block."""
+    """Scan a shard for sample offsets, in a thread since a user's format may block."""
     source, loop = storage.open(address, 0, _SCAN_BYTES), asyncio.get_running_loop()
     thread, is_over = ThreadPoolExecutor(1, "aioloader-scan"), threading.Event()
     reading: list[asyncio.Future[Buffer]] = []

@@ -1,4 +1,4 @@
-"""Streams of any iterable: generators, custom file formats, other libraries' readers.
+"""Streams of any iterable, such as a generator or another library's reader.
 
 Each of N readers reads the iterable from its start and keeps every Nth sample. The
 saved position is the number of samples read: a resume reads earlier samples again and
@@ -51,11 +51,11 @@ def from_iterable(source: IterableSource) -> Stream[Any]:
         source: An iterable that can be iterated in every epoch, or a function that
             returns an iterable, such as a generator function. Each reader iterates it.
             The iterable's ``set_epoch``, if any, is called with each epoch's number; in
-            later passes of ``repeat``, with a distinct number below 2**31. A loader of
+            later passes of ``repeat``, with another number below 2**31. A loader of
             aioloader in ``source`` uses the same number.
 
     Raises:
-        TypeError: If ``source`` is something else, or an iterator.
+        TypeError: If ``source`` is none of these, or an iterator.
     """
     is_async = is_async_function(source) or generator_of(source) == "async generator"
     is_known = isinstance(source, Iterable) or hasattr(source, "__getitem__")
@@ -72,7 +72,7 @@ def from_async_iterable(source: AsyncSource) -> Stream[Any]:
             generator function. Streams that ``source`` iterates use the same epoch.
 
     Raises:
-        TypeError: If ``source`` is something else, or an async iterator.
+        TypeError: If ``source`` is none of these, or an async iterator.
     """
     is_plain = is_async_function(source) or generator_of(source) == "generator"
     fits = isinstance(source, AsyncIterable) or (callable(source) and not is_plain)
@@ -111,7 +111,7 @@ class _Iterable(Stream[Any]):
         return _IterableCursor(self._source, reading, state, is_async=self._is_async)
 
     def ahead(self) -> Ahead:
-        """Return how far to read ahead: less if a sample may have to be awaited."""
+        """Return how far to read ahead, which is less if samples may be slow."""
         return Ahead.FREE if isinstance(self._source, Sequence) else Ahead.QUICK
 
     def describe(self) -> State:
@@ -123,7 +123,7 @@ class _Iterable(Stream[Any]):
 
 
 class _IterableCursor(Cursor):
-    """Cursor over one reader's samples of a source, which counts all samples read.
+    """Cursor over one reader's samples of a source; it counts all samples read.
 
     A plain iterable is read in a single thread, which some iterables require.
     """
@@ -200,7 +200,7 @@ class _IterableCursor(Cursor):
         return iterable
 
     def _begin(self, begin: Callable[[Any], Any]) -> tuple[list[Any], bool] | None:
-        """Open the source at the first call; return a last block if opening fails."""
+        """Open the source at the first call; return an error block if opening fails."""
         try:
             if self._iterator is None:
                 self._iterator = begin(self._open_source())

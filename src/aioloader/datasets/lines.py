@@ -1,4 +1,4 @@
-"""Streams of shards of lines: JSON lines and text.
+"""Streams of JSON lines and of lines of text.
 
 Lines end with a line feed, or with the shard. A carriage return before the line feed is
 dropped, and so is a UTF-8 byte order mark at the start of a shard. Memory holds one
@@ -42,9 +42,9 @@ _DIGITS_TO_ZERO = bytes(
 ) + bytes(range(128, 256))
 _NOT_ZERO = re.compile(rb"[^0]")
 _UPPER, _THREES = np.frombuffer(b"\xf0" * 8 + b"0" * 8, np.uint64)
-# Maximum nesting passed to orjson; both libraries fail near 1,000.
+# Maximum nesting passed to orjson; orjson and json fail near 1,000.
 _MAX_DEPTH = 500
-# Maximum lines to decode at once, and their approximate bytes, for the CPU cache.
+# Maximum number of lines to decode at once, and of bytes (about), for the CPU cache.
 _CHUNK_LINES, _CHUNK_BYTES = 128, 1 << 17
 _BOM = "\ufeff".encode()
 # Encodings in which many lines can be decoded as one text.
@@ -52,19 +52,19 @@ _JOINABLE = frozenset({"utf-8", "ascii", "iso8859-1"})
 
 
 class JSONDecoder:
-    """Decodes JSON lines, by ``orjson`` where it returns the same value as ``json``.
+    """Decodes JSON lines with ``orjson``, or with ``json`` where the two differ.
 
     ``orjson`` turns integers beyond 64 bits into floats, and rejects ``NaN``, numbers
     too large for a float, lone surrogates, byte order marks and UTF-16.
     """
 
     def decode_line(self, line: bytes) -> list[Any]:
-        """Return a line's value in a list, empty if blank; or raise a ValueError."""
+        """Return ``[value]``, or ``[]`` if blank; raise a ValueError if not JSON."""
         if not line.strip():
             return []
         fast = _orjson_loads()
         if fast is not None and not (_has_large_number(line) or _is_deep(line)):
-            with contextlib.suppress(ValueError):  # `json` may accept it
+            with contextlib.suppress(ValueError):  # `json` may accept the line
                 return [fast(line)]
         try:
             return [json.loads(line)]
@@ -72,7 +72,7 @@ class JSONDecoder:
             raise ValueError("values are nested too deep") from None
 
     def is_plain(self, piece: bytes | memoryview) -> bool:
-        """Tell whether a piece of a shard is certain to have no large integers."""
+        """Tell whether a piece of a shard certainly contains no large integers."""
         # A long run of digits fills an aligned word of eight bytes. A digit's upper
         # half is 3, as in six other characters.
         text = np.frombuffer(piece, np.uint8)
@@ -82,9 +82,9 @@ class JSONDecoder:
     def decode_lines(
         self, lines: Sequence[bytes], longest: int, *, is_plain: bool
     ) -> list[Any] | None:
-        """Decode complete lines, faster; return None if each needs ``decode_line``.
+        """Decode many lines at once; return None if ``decode_line`` must decode each.
 
-        ``longest`` is the length of the longest line; ``is_plain`` holds for all lines.
+        ``longest`` is the longest line's length; ``is_plain`` is true if all lines are.
         """
         fast, is_long = _orjson_loads(), longest > 2 * _MAX_DEPTH
         if fast is None:
@@ -137,10 +137,10 @@ def _orjson_loads() -> Callable[[bytes], Any] | None:
 class JSONLinesDataset(ByteStream[Any]):
     """Streams samples from files with one JSON value per line.
 
-    Empty lines and a byte order mark are skipped. A line that is not JSON is one failed
+    Blank lines and a byte order mark are skipped. A line that is not JSON is one failed
     sample; the error names the shard and the byte offset. Values are those of Python's
     ``json``, with ``NaN`` and integers of any size. If ``orjson`` is installed, it
-    decodes the lines for which it returns the same value, faster.
+    decodes the lines for which both libraries return the same value.
 
     Args:
         addresses: Paths or URLs, such as ``"https://host/{0..9}.jsonl.zst"``.
@@ -166,9 +166,9 @@ class TextDataset(ByteStream[str]):
 
     Args:
         addresses: Paths or URLs.
-        encoding: Encoding of the text, with one-byte line feeds. A line that cannot
-            be decoded is one failed sample. A UTF-8 byte order mark at the start of a
-            file is dropped.
+        encoding: Encoding of the text, in which a line feed must be one byte. A line
+            that cannot be decoded is one failed sample. A UTF-8 byte order mark at the
+            start of a file is dropped.
         max_sample_bytes: As for ``TarDataset``.
         options: As for ``TarDataset``.
     """
@@ -196,12 +196,12 @@ class TextDataset(ByteStream[str]):
         super().__init__(addresses, kind, **options)
 
     def describe(self) -> dict[str, Any]:
-        """Return what a state depends on, including the encoding."""
+        """Return the settings that a state depends on, including the encoding."""
         return {**super().describe(), "encoding": self._encoding}
 
 
 class _TextDecoder:
-    """Decodes lines of text; has the methods of ``JSONDecoder``."""
+    """Decodes lines of text, with the same methods as ``JSONDecoder``."""
 
     def __init__(self, encoding: str) -> None:
         self._encoding = encoding
@@ -255,13 +255,13 @@ def _single(
 
 
 def samples(decoder: LineDecoder, max_bytes: int, feed: ByteFeed) -> Steps:
-    """Yield the samples of lines; a line over ``max_bytes`` fails, unbuffered."""
+    """Yield the samples of lines; fail lines over ``max_bytes`` without buffering."""
     offset = feed.at
     # The parts of a line that continues in the next piece, and their length.
     parts, length = list[bytes](), 0
     while not feed.has_ended:
         yield None
-        # Twice as fast as `split`: line ends are found many bytes at a time.
+        # Twice as fast as `split`, because line ends are found many bytes at a time.
         lines, is_plain = BytesIO(feed.view).readlines(), decoder.is_plain(feed.view)
         feed.used = len(feed.view)
         rest = b"" if not lines or lines[-1].endswith(b"\n") else lines.pop()
@@ -281,7 +281,7 @@ def samples(decoder: LineDecoder, max_bytes: int, feed: ByteFeed) -> Steps:
             offset = len(_BOM)
             lines[0] = lines[0].removeprefix(_BOM)
             if not lines[0]:
-                lines.pop(0)  # it was the whole line
+                lines.pop(0)  # the mark was the whole line
         done, fitting = 0, 1 + _CHUNK_BYTES * len(lines) // max(1, len(feed.view))
         while done < len(lines):
             chunk = lines[done : done + min(feed.want, _CHUNK_LINES, fitting)]
@@ -326,5 +326,5 @@ def _too_long(url: str, offset: int, length: int, max_bytes: int) -> FailedSampl
 
 
 def without_end(line: bytes) -> bytes:
-    """Return a line without its line feed and the carriage return before that."""
+    """Return a line without its line feed and a carriage return before that."""
     return line.removesuffix(b"\n").removesuffix(b"\r")

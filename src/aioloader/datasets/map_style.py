@@ -1,4 +1,4 @@
-"""Streams of map-style datasets: in order, or shuffled as a whole.
+"""Streams of map-style datasets, in order or shuffled as a whole.
 
 The order of a shuffled epoch is a seeded permutation of the indices, computed without
 storing it. Readers take its positions in turn, so the saved position is an integer, and
@@ -39,12 +39,12 @@ def from_dataset(
     The stream can have steps, be mixed, and be divided among any number of ranks. A
     coroutine ``__getitem__`` runs on the loop, for many samples at a time. A plain one
     runs in a thread that all readers share, because few datasets are thread-safe.
-    ``__getitems__`` is used if the dataset has it. A failed sample is delivered as its
+    ``__getitems__`` is used if the dataset has it. A failed sample is delivered as an
     error. Because the length is known, ranks have equal parts, as with torch's
     ``DistributedSampler``: the loader's ``tail`` decides about the last samples.
 
     Args:
-        dataset: Has ``__getitem__`` and ``__len__``; a state depends on the length.
+        dataset: With ``__getitem__`` and ``__len__``; a state requires the same length.
         shuffle: Whether to permute all samples, differently in each epoch.
         seed: Seed of the permutation.
         concurrency: How many samples of an async dataset to read at a time, in all
@@ -94,7 +94,7 @@ class _MapStyle(Stream[Any]):
         return _ReadCursor(indices, state, reading, **options)
 
     async def _enter(self, reading: Reading) -> ThreadPoolExecutor | None:
-        """Enter the dataset on the loop; return the thread for a sync dataset."""
+        """Enter the dataset on the loop; return a new thread if the dataset is sync."""
         for owner in own_datasets(self._dataset):
             await reading.stack.enter_async_context(owner.lifespan())
         if reads_async(self._dataset):
@@ -214,7 +214,7 @@ class _ReadCursor(_PositionCursor, Mapped):
         return samples
 
     async def _close(self) -> None:
-        close_coroutines(self._results)  # those never awaited
+        close_coroutines(self._results)  # coroutines never awaited
         await super()._close()
 
 

@@ -52,7 +52,7 @@ _SCALARS = (
     *("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
     *("float16", "float32", "float64"),
 )
-# Codes of dtypes: the number of bits, plus 1 if signed, or plus 2 if floating.
+# Dtypes by code, which is the number of bits, plus 1 if signed, or 2 if floating.
 _DTYPES = {
     np.dtype(name).itemsize * 8 + {"u": 0, "i": 1, "f": 2}[name[0]]: name
     for name in _SCALARS
@@ -61,7 +61,7 @@ _LENGTH_DTYPES = ("<u1", "<u2", "<u4", "<u8")
 _READ_BYTES = 1 << 20
 _INDEX = "index.json"
 _SHARD_HEAD = struct.Struct("<2I")
-# A column: its name, its encoding or decoder, and its size in bytes if that is fixed.
+# A column's name, encoding or decoder, and size in bytes (None if it varies).
 Encoded: TypeAlias = tuple[str, str, int | None]
 MDSColumn: TypeAlias = tuple[str, Decode, int | None]
 
@@ -124,7 +124,7 @@ def _array(dtype: str | None, shape: tuple[int, ...] | None, data: bytes) -> Any
 
 
 def _list(decode: Decode, start: int, data: bytes) -> list[Any]:
-    """Decode a list: from byte ``start``, its count, its lengths and its values."""
+    """Decode a list, whose count, lengths and values begin at byte ``start``."""
     (count,) = struct.unpack_from("<I", data, start)
     lengths = struct.unpack_from(f"<{count}I", data, start + 4)
     offset = start + 4 + 4 * count
@@ -148,13 +148,13 @@ def _image(image: ModuleType, data: bytes) -> Any:
 
 
 def _raw_image(image: ModuleType, data: bytes) -> Any:
-    """Decode a raw image: width, height, length of Pillow's mode, mode, and pixels."""
+    """Decode a raw image, stored as width, height, mode's length, mode, and pixels."""
     width, height, length = struct.unpack_from("<3I", data)
     mode = str(data[12 : 12 + length], "utf-8")
     return image.frombytes(mode, (width, height), data[12 + length :])
 
 
-# Image encodings: the format, and for lists the offset of the count.
+# Image formats by encoding, and for lists the offset of the count.
 _IMAGES: dict[str, tuple[str, int | None]] = {
     **{name: (name, None) for name in ("pil", "jpeg", "png")},
     **{f"list[{name}]": (name, 4) for name in ("pil", "jpeg", "png")},
@@ -175,9 +175,9 @@ _DECODERS: dict[str, Decode] = {
 class MDSDataset(StoredStream[dict[str, Any]]):
     """Streams samples from MDS shards.
 
-    A sample is a dict of values by column, decoded as by MosaicML Streaming: numbers,
-    text, bytes, JSON, arrays (copied), and images by Pillow. Shards may be compressed
-    by gzip or zstandard. An uncompressed shard resumes at any sample without reading
+    A sample is a dict of values by column, decoded as in MosaicML Streaming to numbers,
+    text, bytes, JSON, arrays (copied) or Pillow images. Shards may be compressed by
+    gzip or zstandard. An uncompressed shard resumes at any sample without reading
     earlier ones, and is split if there are fewer shards than readers.
 
     Args:
@@ -203,7 +203,7 @@ class MDSDataset(StoredStream[dict[str, Any]]):
 
 
 class MDSShard(NamedTuple):
-    """A shard, or its part from byte ``start`` to byte ``stop``."""
+    """A shard, or the part of a shard from byte ``start`` to byte ``stop``."""
 
     address: Address
     samples: int  # of the whole shard
@@ -226,7 +226,7 @@ class MDSFormat(ByteFormat):
     async def shards(
         self, stack: AsyncExitStack, _known: Summary | None = None
     ) -> list[Any]:
-        """Return the shards that the indexes list, in that order."""
+        """Return the shards that the indexes list, in their order."""
         indexes = await super().shards(stack)
         shards: list[MDSShard] = []
         for address in indexes:
@@ -289,7 +289,7 @@ class MDSFormat(ByteFormat):
         return address
 
     def spec(self, shard: Any) -> ByteFormatSpec:
-        """Return the spec; it can decode a single sample from just its bytes."""
+        """Return a shard's spec, which can decode a single sample from its bytes."""
         allow = self._allow_unsafe_types
         columns = _decoders(shard.columns, allow_unsafe_types=allow)
         return self._spec._replace(quick=partial(_single, columns, *_layout(columns)))
@@ -307,7 +307,7 @@ class MDSFormat(ByteFormat):
 
     def open(self, shard: Any, position: ShardPosition, budget: int) -> ShardReader:
         """Return a reader of a shard, or of a part of one, from ``position`` on."""
-        # Read a whole shard to its end: extra bytes reveal that the index is wrong.
+        # Read a whole shard to its end, because extra bytes reveal a wrong index.
         stop = None if shard.stop == shard.size else shard.stop
         allow = self._allow_unsafe_types
         columns = _decoders(shard.columns, allow_unsafe_types=allow)
@@ -355,7 +355,7 @@ def _joined(folder: Address, name: str) -> Address:
 def samples(
     columns: Sequence[MDSColumn], count: int, stop: int, feed: ByteFeed
 ) -> Steps:
-    """Yield the samples of a shard, or of its part up to ``stop``.
+    """Yield a shard's samples from the position of ``feed`` to byte ``stop``.
 
     A sample that cannot be decoded is one failed sample. Wrong lengths, or bytes after
     the last sample, end the shard with an error.
@@ -411,7 +411,7 @@ def _single(
     start: int,
     data: memoryview,
 ) -> Any:
-    """Decode the sample with exactly the bytes ``data``; or return a failed sample."""
+    """Decode the single sample in ``data``; return a failed one if lengths differ."""
     length = lengths.size
     if len(data) >= length:
         sizes = lengths.unpack_from(data)

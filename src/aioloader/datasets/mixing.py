@@ -1,4 +1,4 @@
-"""``mix``: several streams or map-style datasets combined into one, by weights."""
+"""Combine several streams or map-style datasets into one with ``mix``, by weights."""
 
 import asyncio
 from bisect import bisect_right
@@ -109,7 +109,7 @@ class _Batches(ConcatDataset[Any]):
         return samples
 
     def _parts(self, indices: list[int]) -> Iterator[tuple[Any, list[int], list[int]]]:
-        """Yield each dataset, its samples' places in the batch, and their indices."""
+        """Yield datasets, their samples' positions in the batch, and indices."""
         parts: dict[int, tuple[list[int], list[int]]] = {}
         for place, index in enumerate(indices):
             number = bisect_right(self.cumulative_sizes, index)

@@ -1,4 +1,4 @@
-"""Map-style datasets of named bytes: plain, decoded, and labeled by folder.
+"""Map-style datasets of named bytes, plain, decoded, or labeled by folder.
 
 ``DecodedDataset`` and ``ClassFolders`` wrap another dataset. They support several event
 loops, and pickling, if that dataset does.
@@ -28,7 +28,7 @@ class Named(HasLifespan):
 
     @property
     def names(self) -> NameTable:
-        """The names by index."""
+        """The samples' names, in order."""
         return self._names
 
     def __len__(self) -> int:
@@ -72,8 +72,8 @@ class Named(HasLifespan):
                 ``gif``). Empty: all files.
 
         Raises:
-            ValueError: If a file is in no class folder, or in one of an unknown class;
-                or, without ``classes``, if a class folder has no file to include.
+            ValueError: If no file is included, one is in no (known) class folder, or,
+                without ``classes``, a class folder has no file to include.
         """
         return ClassFolders(self, root, classes=classes, extensions=extensions)
 

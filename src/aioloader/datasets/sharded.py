@@ -1,4 +1,4 @@
-"""Base classes of streams of shards: shard order, slots, division among readers."""
+"""Base classes of sharded streams; they divide shards among readers and slots."""
 
 import copy
 import operator
@@ -90,13 +90,13 @@ class ShardedStream(Stream[Sample_co]):
     """A stream that reads its samples from shards.
 
     The shards, permuted in each epoch if ``shuffle`` is set, are divided among the
-    readers: one per rank and worker, unless ``readers`` sets their number. Each shard
-    goes to the reader with the fewest bytes (or rows) so far; or with the fewest shards
-    if lengths are unknown, as for URLs that are not listed. So each shard is read once,
-    and readers differ by at most one shard. Each reader needs one. A reader divides its
-    shards among slots, which it interleaves; a slot reads its shards in sequence. A
-    state requires shards of the same names and lengths in the same order; their common
-    directory, bucket or server may differ.
+    readers. There is one reader per rank and worker, unless ``readers`` sets their
+    number. Each shard goes to the reader with the fewest bytes (or rows) so far. If
+    lengths are unknown, as for URLs that are not listed, each shard counts as one. So
+    each shard is read once, and readers differ by at most one shard. Each reader needs
+    at least one shard. It divides its shards among slots, which it interleaves; a slot
+    reads its shards in sequence. A state requires shards of the same names and lengths
+    in the same order; their common directory, bucket or server may differ.
 
     Args:
         made_by: The format, which lists and opens shards.
@@ -107,7 +107,7 @@ class ShardedStream(Stream[Sample_co]):
         deterministic: Whether to interleave slots in a fixed order. Otherwise the order
             differs from run to run, and a resume needs the same number of ranks.
         max_bytes: Read-ahead of one rank, or worker, in bytes; divided equally among
-            its slots. A slot may exceed its part by one read.
+            its slots. A slot may exceed its share by one read.
 
     Raises:
         ValueError: If ``interleave`` or ``max_bytes`` is below 1.
@@ -173,7 +173,7 @@ class ShardedStream(Stream[Sample_co]):
         return kind(sequences, state, summary)
 
     def ahead(self) -> Ahead:
-        """Return how far to read ahead: never if the order may change between runs."""
+        """Tell how far to read ahead, which is not at all if the order may change."""
         changes = self.made_by.changes or not self._deterministic
         return Ahead.NEVER if changes else Ahead.FREE
 
@@ -205,7 +205,7 @@ class ShardedStream(Stream[Sample_co]):
         return listing
 
     async def _list(self, reading: Reading, known: Summary | None) -> "_ShardListing":
-        """Return all shards, split if there are fewer than readers."""
+        """List all shards; split them if there are fewer than readers."""
         made_by, readers = self.made_by, reading.share.readers
         shards = await made_by.shards(reading.stack, known)
         if made_by.count(shards) < readers:
@@ -226,7 +226,7 @@ class ShardedStream(Stream[Sample_co]):
     async def _assignment(
         self, reading: Reading, count: int, sizes: Sequence[int] | None
     ) -> Sequence[Sequence[int]]:
-        """Return each reader's shards, from a cache for all readers of this process."""
+        """Return each reader's shard numbers, cached for all readers of the process."""
         # One entry for each pass of ``repeat``; readers may be in different passes.
         assignments = reading.listed.setdefault((id(self), "deals"), {})
         if reading.epoch not in assignments:
@@ -242,7 +242,7 @@ class ShardedStream(Stream[Sample_co]):
         return shares
 
     def _mismatch(self, summary: Summary, saved: Any, readers: int) -> Exception:
-        """Return the error for too few shards, or for shards unlike the state's."""
+        """Return the error for too few shards, or shards other than the state's."""
         count = summary["count"]
         if count < readers:
             return ValueError(
@@ -275,11 +275,11 @@ class _ShardListing(NamedTuple):
 def _assign(
     order: Sequence[int] | ShuffledIndices, sizes: Sequence[int] | None, readers: int
 ) -> Sequence[Sequence[int]]:
-    """Return the shards of each reader, with about equal lengths in total.
+    """Return each reader's shard numbers; readers have about equal total lengths.
 
-    Each shard in turn goes to the reader with the least so far, so two readers differ
-    by at most the longest shard. Source: Graham, "Bounds on multiprocessing timing
-    anomalies", 1969 (list scheduling).
+    Each shard in turn goes to the reader with the smallest total so far, so two readers
+    differ by at most the longest shard. Source: Graham, "Bounds on multiprocessing
+    timing anomalies", 1969 (list scheduling).
     """
     if isinstance(order, ShuffledIndices):
         order = [*chain.from_iterable(paced(order))]
@@ -309,8 +309,8 @@ class StoredStream(ShardedStream[Sample_co]):
         requests: Timeouts and retries of requests.
         cache: Directory in which to cache bytes from a store.
         cache_bytes: Limit of the cache; the least recently used entries are evicted.
-        unpack_bytes: Memory limit for decompressing one zstd or xz shard, in bytes: the
-            limit of its window or dictionary. Arrow has its own limit for CSV.
+        unpack_bytes: Maximum size of the window or dictionary for decompressing one
+            zstd or xz shard, in bytes. Arrow has its own limit for CSV.
         order: As for ``ShardedStream``.
     """
 
@@ -353,7 +353,7 @@ class StoredStream(ShardedStream[Sample_co]):
     def cache(
         self, directory: str | PathLike[str], max_bytes: int = CACHE_BYTES
     ) -> Self:
-        """Return the stream with its reads from a store cached in a directory."""
+        """Return the stream with bytes from stores cached in a directory."""
         clone = self._clone()
         clone.made_by = copy.copy(self.made_by)
         clone.made_by.storage = self.made_by.storage.cached(
@@ -362,7 +362,7 @@ class StoredStream(ShardedStream[Sample_co]):
         return clone
 
     def places(self) -> list[str]:
-        """Return the location without digits, so that added shards do not change it."""
+        """Return the location, without digits that would change if shards are added."""
         first = min(map(shown_address, self._addresses))
         folder, slash, name = first.rpartition("/")
         name = re.sub("[0-9]+", "", name)
@@ -384,7 +384,7 @@ class ByteStream(StoredStream[Sample_co]):
         options: As for ``StoredStream``.
 
     Attributes:
-        cuts: Function that finds offsets to split a shard at; None: no splitting.
+        cuts: Function that returns offsets to split a shard at; None: never split.
     """
 
     cuts: ClassVar[Cuts | None] = None

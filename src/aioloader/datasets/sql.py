@@ -63,11 +63,11 @@ if TYPE_CHECKING:
 RowKeys: TypeAlias = "np.ndarray[Any, Any] | list[Any]"
 T = TypeVar("T")
 
-# Keys to fetch per step, which are decoded on the event loop.
+# Number of keys to fetch per step; they are decoded on the event loop.
 _FETCH_ROWS = 2000
-# Steps of SQLite's virtual machine between checks whether the lookup was closed.
+# Number of SQLite's virtual-machine steps between checks for a closed lookup.
 _STEPS_PER_CHECK = 10_000
-# COPY's binary format for rows with one int8: a header, the rows, a trailer.
+# COPY's binary format for rows with one int8, between a header and a trailer.
 _COPY_ROW = np.dtype([("fields", ">i2"), ("length", ">i4"), ("key", ">i8")])
 _HEADER_BYTES, _TRAILER_BYTES = 19, 2
 # Casts of money, which asyncpg would read as text in the server's locale.
@@ -192,12 +192,12 @@ class SQLiteLookup(Lookup):
             self._address.for_driver(),
             uri=True,
             isolation_level=None,
-            check_same_thread=False,  # used by one thread at a time
+            check_same_thread=False,  # one thread uses it at a time
         )
         # The handler stops a query within a millisecond after `aclose`.
         connection.set_progress_handler(is_closed.is_set, _STEPS_PER_CHECK)
         try:
-            connection.execute("PRAGMA schema_version")  # fails if it is no database
+            connection.execute("PRAGMA schema_version")  # fails for other files
             (page,) = connection.execute("PRAGMA page_size").fetchone()
             self._address.check_pages(page)
         except BaseException:
@@ -348,7 +348,7 @@ def import_asyncpg() -> Any:
 
 
 def compact(keys: Iterable[Any]) -> RowKeys:
-    """Return keys as an array of int64 if all are integers, else as a list."""
+    """Return keys as an int64 array if all are integers that fit, or else as a list."""
     keys = list(keys)
     is_whole = all(isinstance(key, (int, np.integer)) for key in keys)
     try:
@@ -358,7 +358,7 @@ def compact(keys: Iterable[Any]) -> RowKeys:
 
 
 def _internal_name(name: str) -> str:
-    """Return PostgreSQL's internal name of a type: ``_int4`` for ``int4[]``."""
+    """Return PostgreSQL's internal name of a type, such as ``_int4`` for ``int4[]``."""
     return f"_{name[:-2]}" if name.endswith("[]") else name
 
 
@@ -371,7 +371,7 @@ class _RowsOptions(TypedDict, total=False):
 
 
 class SQLRows(Dataset[Coroutine[Any, Any, Row]], LoopDataset):
-    """Reads rows of a table by key, by ``async def __getitem__``: one query per batch.
+    """Reads rows of a table by key, with one query per batch; ``__getitem__`` is async.
 
     A row is a dict of Python values by column. Several event loops can read one dataset
     at once, each with its own connections; a loader closes them (``aclose``). A dataset
@@ -450,7 +450,7 @@ class SQLRows(Dataset[Coroutine[Any, Any, Row]], LoopDataset):
 
     @property
     def keys(self) -> RowKeys:
-        """The keys by index: an array of int64, or a list."""
+        """The rows' keys in order, as an int64 array or a list."""
         return self._keys
 
     def __len__(self) -> int:

@@ -1,9 +1,9 @@
-"""Streams: datasets that are read sequentially and composed of steps.
+"""Streams, which are datasets read sequentially and composed of steps.
 
-A stream is a description: its methods return new streams, and iterating opens a cursor.
-The order depends only on the seed, the epoch, and the numbers of slots and readers. A
-state is a small position, independent of read-ahead. Memory holds the read-ahead
-(``max_bytes``) and, per reader, two windows of each ``shuffle``.
+A stream is only a description. Its methods return new streams, and iterating opens a
+cursor. The order depends only on the seed, the epoch, and the numbers of slots and
+readers. A state is a small position, independent of read-ahead. Memory holds the
+read-ahead (``max_bytes``) and, per reader, two windows of each ``shuffle``.
 """
 
 import operator
@@ -51,12 +51,12 @@ from aioloader.datasets.decoders import Decoder, DecoderSpec
 from aioloader.protocols import generator_of, is_async_function
 
 Sample_co = TypeVar("Sample_co", covariant=True)
-# Default size limit of a cache.
+# Default size limit of a cache, in bytes.
 CACHE_BYTES = 10 << 30
 
 
 class Stream(Iterated[Sample_co]):
-    """A dataset for ``async for``; base class of all streams.
+    """Base class of all streams, which are datasets for ``async for``.
 
     A loader reads a stream on the loader's loop, one block per batch; with
     ``fetch="workers"``, each worker reads its share. Each rank reads all samples,
@@ -80,8 +80,8 @@ class Stream(Iterated[Sample_co]):
     ) -> "Stream[Any]":
         """Return the stream of ``function(sample)``, in order.
 
-        A coroutine function runs on the loop, for ``concurrency`` samples at a time; a
-        plain one in a thread. For worker processes, use the loader's ``transform``.
+        A coroutine function runs on the loop, for ``concurrency`` samples at a time. A
+        plain one runs in a thread, and the loader's ``transform`` in worker processes.
         """
         check_at_least(concurrency, 1, "concurrency")
         _check_function(function, "async generator")
@@ -139,7 +139,7 @@ class Stream(Iterated[Sample_co]):
         return _StepStream(self, Skipped, {"count": count}, left=count)
 
     def repeat(self, times: int | None = None) -> "Stream[Sample_co]":
-        """Return the stream repeated ``times`` times; default: endlessly.
+        """Return the stream repeated ``times`` times, or endlessly by default.
 
         Each pass is shuffled differently.
         """
@@ -147,7 +147,7 @@ class Stream(Iterated[Sample_co]):
         return _RepeatedStream(self, times)
 
     def epoch_length(self, count: int) -> "Stream[Sample_co]":
-        """Return the stream with epochs of ``count`` samples, of all ranks together.
+        """Return the stream with epochs of ``count`` samples, on all ranks together.
 
         The stream repeats as often as needed. So ranks with uneven shards have equal
         numbers of batches, and none waits for another at the end of an epoch. This must
@@ -166,43 +166,43 @@ class Stream(Iterated[Sample_co]):
         return _EpochStream(self.repeat(), check_at_least(count, 1, "count"))
 
     def batch(self, size: int, *, drop_last: bool = False) -> "Stream[Any]":
-        """Return the stream of lists of ``size`` samples (of ``Rows`` for tables)."""
+        """Return the stream in batches: lists of samples, or for tables ``Rows``."""
         size = check_at_least(size, 1, "size")
         described = {"size": size, "drop_last": drop_last}
         return _StepStream(self, Batched, described)
 
     def unbatch(self) -> "Stream[Any]":
-        """Return the stream of the items of each sample, one by one.
+        """Return the stream of all samples' items, one by one.
 
         This is the reverse of ``batch``; rows of tables stay in columns. Samples are
         lists, arrays, generators or other iterables. Generators run in a thread, no
         further than needed. A sample that is a string, bytes, a dict or not iterable
         fails with a ``TypeError``. If an iterable raises, the error replaces its
-        remaining items. A state has a position among a sample's items: on resume, these
-        are generated again, and must be the same.
+        remaining items. A state contains the position among a sample's items. On
+        resume, these items are generated again, and must be the same.
         """
         return _StepStream(self, Unbatched, {})
 
     def flat_map(
         self, function: Callable[[Any], Any], *, concurrency: int = 64
     ) -> "Stream[Any]":
-        """Return the stream of the items of each ``function(sample)``, one by one.
+        """Return the stream of the items that ``function`` returns for each sample.
 
-        The short form of ``map(function, concurrency=concurrency).unbatch()``: the
-        function returns an iterable, or is a generator function.
+        Short form of ``map(function, concurrency=concurrency).unbatch()``. The function
+        returns an iterable, or is a generator function.
         """
         return self.map(function, concurrency=concurrency).unbatch()
 
     def tokenize(
         self, tokenizer: Any, column: str | None = None, *, batch: int = 256
     ) -> "Stream[Any]":
-        """Return the stream of the tokens of each text: 1-D arrays of integers.
+        """Return the stream of texts as tokens, in one 1-D integer array per text.
 
         Tokenizing runs in a thread, ``batch`` texts at a time, one batch in advance. A
         sample that is not text, or lacks the column, fails alone. On resume, earlier
-        texts are read again, but not tokenized again. The tokenizer is copied now,
-        without its padding. A state holds a digest of the tokenizer's vocabulary and
-        settings; it is refused if they differ.
+        texts are read again, but not tokenized again. A tokenizer (not a function) is
+        copied now, without its padding. A state contains a digest of its vocabulary and
+        settings, and is refused if they differ.
 
         Args:
             tokenizer: A ``tokenizers.Tokenizer``, or one of
@@ -211,7 +211,7 @@ class Stream(Iterated[Sample_co]):
                 int64); or a plain function of a list of texts that returns a sequence
                 of integers for each text, or a dict with these as ``input_ids``.
             column: Key or column of the text, for samples that are dicts or rows.
-            batch: Texts to tokenize at a time; not part of the state.
+            batch: Number of texts to tokenize at a time; not part of the state.
 
         Raises:
             TypeError: If ``tokenizer`` is none of these.
@@ -266,11 +266,11 @@ class Stream(Iterated[Sample_co]):
         documents of the window, its samples differ.)
 
         Args:
-            length: Tokens per sample.
+            length: Number of tokens per sample.
             strategy: ``"concat"``: concatenate documents and split them;
                 ``"best_fit"``: fill samples with whole documents and padding, window by
                 window, and permute the samples of a window.
-            window: Documents per window, for best fit.
+            window: Number of documents per window, for best fit.
             bos: Token to add before each document; it is never predicted.
             eos: Token to add after each document; predicted if the last token is.
             overlong: What best fit does with documents of more than ``length`` tokens.
@@ -327,7 +327,7 @@ class Stream(Iterated[Sample_co]):
         weights: Weights | None = None,
         until: Until = "all",
     ) -> "Stream[Any]":
-        """Return the stream of the samples of this and other streams, by weights.
+        """Return a mixture of this and other streams, in proportion to weights.
 
         Short form of ``aioloader.datasets.mix`` for streams without names: this stream
         is ``"0"``, the next ``"1"``... The ranks and readers of this stream apply.
@@ -337,7 +337,7 @@ class Stream(Iterated[Sample_co]):
 
 
 def _check_function(function: object, *rejected: str) -> None:
-    """Raise a TypeError for a non-callable, or a function of a ``rejected`` kind."""
+    """Raise a TypeError unless ``function`` is callable and of no ``rejected`` kind."""
     check_is(function, Callable, "function", "callable")
     if generator_of(function) in rejected:
         raise TypeError(
@@ -349,8 +349,8 @@ def _check_function(function: object, *rejected: str) -> None:
 class _StepStream(Stream[Any]):
     """A stream with one more step; ``step`` is the class of the cursor.
 
-    ``described`` are parameters that a state depends on. ``extras`` are other
-    parameters, and functions, whose names are in ``described``.
+    ``described`` are parameters that a state depends on. ``extras`` are the other
+    parameters, and functions; ``described`` has only the functions' names.
     """
 
     def __init__(
@@ -410,7 +410,7 @@ class _RepeatedStream(_StepStream):
         return Repeated(cursor, state, reading, open_pass=open_pass, **self._described)
 
     def carried(self, _state: State, _passed: int, _share: ReaderShare) -> None:
-        """Return None: each epoch starts with the first pass."""
+        """Return None, because each epoch starts with the first pass."""
 
 
 def _repeat_depth(stream: Stream[Any]) -> int:
@@ -441,7 +441,7 @@ class _EpochStream(_StepStream):
         return EpochPart(upstream, state, reading, **parameters)
 
     def carried(self, state: State, passed: int, share: ReaderShare) -> State:
-        """Return the next epoch's first state: after the last delivered sample."""
+        """Return the next epoch's first state, which follows the last sample taken."""
         if state.get("next") is not None:
             return {"up": state["next"]}
         left = share.parts(self.total(), self._tail)[1] - state.get("given", 0)
@@ -457,7 +457,7 @@ class _EpochStream(_StepStream):
 
 
 class Mixture(Stream[Any]):
-    """Several streams as one; arguments and errors are those of ``mix``.
+    """A mixture of several streams; arguments and errors are those of ``mix``.
 
     The ranks and readers of the first stream apply.
     """

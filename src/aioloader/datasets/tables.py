@@ -45,14 +45,14 @@ class ParquetDataset(StoredStream[Row]):
     ``schema`` rounds values, to infinity beyond its range, as in Arrow.
 
     Directories named ``key=value`` (``"year=2024/"``, as by Hive, Spark and pyarrow)
-    add a column after the files' columns. Its type is that in ``schema``, else int32 if
-    all values fit, else text. Files that ``filters`` exclude by directory are not
-    opened.
+    add a column after the files' columns. Its type is the one in ``schema``; by
+    default, int32 if all values fit, or else text. Files that ``filters`` exclude by
+    directory are not opened.
 
     Args:
         addresses: Paths or URLs, such as ``"s3://bucket/{000..127}.parquet"``.
-        columns: Names of the columns to read; default: those of ``schema``, or of the
-            first file, with a warning if another has more.
+        columns: Names of the columns to read. Default: those of ``schema``, or else of
+            the first file; a warning tells if another file has more.
         nulls: Replacements for NULL, by column. In other columns, a NULL is ``None``,
             which cannot be collated.
         schema: A ``pyarrow.Schema`` with the columns and types of all files; columns
@@ -92,8 +92,8 @@ class ParquetDataset(StoredStream[Row]):
 class ArrowDataset(StoredStream[Row]):
     """Streams rows from Arrow IPC files and streams; needs the extra ``arrow``.
 
-    Shards are the record batches of IPC files, or whole IPC streams. Directory names
-    are columns, as for ``ParquetDataset``.
+    Shards are groups of record batches (up to 4 MiB, or one larger batch) of a file, or
+    whole IPC streams. Directory names are columns, as for ``ParquetDataset``.
 
     Args:
         addresses: As for ``ParquetDataset``.
@@ -136,9 +136,9 @@ class ArrowDataset(StoredStream[Row]):
 class CSVDataset(StoredStream[Row]):
     """Streams rows from CSV files; needs the extra ``arrow``.
 
-    Shards are ranges of lines; or whole files, if they are compressed or may have
-    newlines in values. Types that are not given are inferred from the first lines of
-    all files. A line that cannot be parsed is one failed sample, whose error has the
+    Shards are ranges of lines. A file that is compressed or may have newlines in values
+    is one shard. Types that are not given are inferred from the first lines of all
+    files. A line that cannot be parsed is one failed sample; its error has the byte
     offset. Directory names are columns, as for ``ParquetDataset``.
 
     Args:
@@ -207,7 +207,7 @@ class SQLDataset(ShardedStream[Row]):
     """Streams rows of a table or query by ranges of a key; needs the extra ``sql``.
 
     Shards are ranges of the key, read in parallel from one snapshot of the database. A
-    resumed run reads from a new snapshot, after the last key that it had read.
+    resumed run continues after the last key read, from a new snapshot.
 
     Args:
         url: ``sqlite:///path`` or ``postgresql://user@host/name``; for a Unix socket
@@ -221,7 +221,7 @@ class SQLDataset(ShardedStream[Row]):
             ranks and later runs have the same ranges even if rows are inserted.
         deadline: Seconds within which a lost connection must be restored.
         numeric: Type for PostgreSQL's ``numeric`` and ``money``: ``"decimal"``, which
-            keeps all digits but cannot become a tensor; or ``"float"``, the nearest.
+            keeps all digits but cannot become a tensor; or ``"float"``, which rounds.
         infinity: How to read PostgreSQL's infinite dates: ``"error"``, as a failed
             sample that names the row's key, or ``"null"``.
         order: ``shuffle``, ``seed``, ``interleave``, ``deterministic`` and

@@ -61,7 +61,7 @@ _REGULAR = b"0\x007S"
 _LINKS = b"12"
 _EXTENDED = b"LKxXg"
 _PLAIN = b"0\0"
-_BODILESS = b"123456"  # links, devices, directories, fifos: the size field is ignored
+_BODILESS = b"123456"  # links, devices, directories, fifos; their size is ignored
 
 # Fields before the checksum (with name and size), the checksum, and the fields from
 # the typeflag on, which are equal for members of the same type and owner.
@@ -127,7 +127,7 @@ def _read_size(block: bytes, extras: dict[str, bytes]) -> int:
 
 
 def _read_number(field: bytes) -> int:
-    """Parse a number: octal digits, or base 256 if the top bit is set."""
+    """Parse a number in octal digits, or in base 256 if the top bit is set."""
     try:
         if field[0] & 0x80:
             number = int.from_bytes(field, signed=True)
@@ -199,7 +199,7 @@ def samples(max_sample_bytes: int, missing_end: MissingEnd, feed: ByteFeed) -> S
     """Yield an archive's samples, with a ``FailedSample`` for each that cannot be read.
 
     ``feed`` starts at a sample's first header; global PAX headers before it are not
-    applied. A member takes twice its size of memory while pieces of it are joined.
+    applied. While its pieces are joined, a member takes twice its size in memory.
     """
     return _Archive(max_sample_bytes, missing_end, feed).read()
 
@@ -235,7 +235,7 @@ class _Archive:
         return _read_text(self._member_name)
 
     def read_single(self, url: str, start: int, data: memoryview) -> Any:
-        """Return the only sample in ``data``; NotImplemented if a header is not plain.
+        """Return the only sample in ``data``, or NotImplemented if the fast path fails.
 
         Headers like those of earlier samples are parsed faster.
         """
@@ -250,7 +250,7 @@ class _Archive:
 
     def read(self) -> Steps:
         error: DatasetError | None = None
-        yield None  # the first piece, so that its first member takes the fast path too
+        yield None  # wait for a piece, so that its first member takes the fast path
         try:
             yield from self._read_members()
         except DamageError as exc:
@@ -261,7 +261,7 @@ class _Archive:
         except DatasetError as cut:
             error = cut
         if error is not None:
-            if self._failure is not None:  # it keeps its own error
+            if self._failure is not None:  # the sample keeps its own error
                 self._end_sample()
             self._ready.append(FailedSample(error, ends=True))
         if self._ready:
@@ -287,7 +287,7 @@ class _Archive:
                     self._fields[field] = body
 
     def _read_plain_members(self) -> _Member | None:
-        """Read plain members; return the next if only part of its body is buffered."""
+        """Read plain members; return one whose body is not all buffered, or None."""
         feed, view, offset = self._feed, self._feed.view, self._feed.used
         base, length, ready, want = feed.at - offset, len(view), self._ready, feed.want
         start, name, member = offset, b"", None
@@ -322,7 +322,7 @@ class _Archive:
         return member
 
     def _skip_pax(self, block: bytes, body: int) -> int:
-        """Return the offset after an irrelevant PAX header; 0 if it must be parsed."""
+        """Return the offset after an irrelevant PAX header; 0 if the header matters."""
         size = _size_of_pax(block)
         if size is None:
             return 0
@@ -341,7 +341,7 @@ class _Archive:
         return is_plain
 
     def _read_headers(self) -> Generator[Any, None, _Member | None]:
-        """Read the headers of the next member; None at the end of the archive."""
+        """Read the next member's headers; return None at the end of the archive."""
         start, extras = self._feed.at, dict[str, bytes]()
         while True:
             block = yield from self._read_header(start)
@@ -373,7 +373,7 @@ class _Archive:
         return field, size
 
     def _read_header(self, start: int) -> Generator[Any, None, bytes | None]:
-        """Read a header of the member that starts at ``start``; None at the end."""
+        """Read a header of the member at ``start``; return None at the end marker."""
         self._offset = self._feed.at
         block = yield from self._feed.take(_BLOCK)
         if len(block) < _BLOCK or block == _ZEROS:
@@ -474,7 +474,7 @@ class _Archive:
         )
 
     def _loss(self) -> str:
-        """Return the end of an error message: the lost sample, and what to do."""
+        """Return the end of an error message, with the lost sample and what to do."""
         todo = "; write or download it again"
         if self._key is None or self._failure is not None:
             return todo
@@ -548,7 +548,7 @@ class _SingleSamples:
     def __call__(self, url: str, start: int, data: memoryview) -> Any:
         try:
             archive = self._free.pop()
-        except IndexError:  # other threads use them all
+        except IndexError:  # other threads use all parsers
             archive = _Archive(*self._args, ByteFeed(url, start, is_part=True))
         sample = archive.read_single(url, start, data)
         self._free.append(archive)
@@ -558,7 +558,7 @@ class _SingleSamples:
         return _SingleSamples, self._args
 
 
-# Warnings: why a sample may lack a field.
+# Warnings that explain why a sample may lack a field.
 _LINK_WARNING = (
     "%r: member %r is a link, and links are skipped: the archive does not hold what "
     "they lead to; pack with `tar --dereference --hard-dereference`"
@@ -583,7 +583,7 @@ _LOGGED: list[str] = []
 async def at_samples(
     storage: Storage, address: Address, size: int, count: int
 ) -> Sequence[int] | str:
-    """Return offsets to split an archive at, from its index; or why it has none."""
+    """Return offsets to split an archive at, or a reason why there is no index."""
     numbers = await read_index(storage, address)
     if numbers is None:
         name = storage.label(sibling(address, index_name))
@@ -608,7 +608,7 @@ class TarDataset(ByteStream[dict[str, Any]]):
 
     Args:
         addresses: Paths or URLs, such as ``"s3://bucket/train-{000..127}.tar"``.
-        max_sample_bytes: Larger samples fail, and are not held in memory.
+        max_sample_bytes: Samples above this size fail without being buffered.
         missing_end: If a tar lacks the zeros at its end: ``"error"`` raises instead of
             the last sample, which may be cut short; ``"warn"`` reads it.
         options: ``store``, ``store_options``, ``shuffle``, ``interleave``, ``cache``

@@ -1,4 +1,4 @@
-"""Token files: datasets of fixed-length samples for language models; a writer.
+"""Datasets of fixed-length samples from token files, and a writer of such files.
 
 Samples are in the order of the tokens: sample ``k`` starts at token ``k * length``. No
 index of samples is built, so a file of any size opens at once. A local file is memory
@@ -69,10 +69,10 @@ if TYPE_CHECKING:
 FindFile: TypeAlias = Callable[..., TokenFile]
 _FIELDS = "input_ids", "labels", "position_ids"
 _HAS_MADVISE = hasattr(mmap, "MADV_WILLNEED")
-# Longer samples and documents are processed in a thread, not on the event loop.
+# Samples and documents with more tokens are processed in a thread, not on the loop.
 _MAX_INLINE_TOKENS = 1 << 16
 _MAX_TOKEN = np.iinfo(np.int64).max
-# Bytes of an index to read ahead while it is copied.
+# How many bytes of an index to read ahead while the index is copied.
 _INDEX_READ_AHEAD = 16 << 20
 
 
@@ -95,7 +95,7 @@ class TokenDataset(Dataset[Any]):
 
     Args:
         path: Path or URL of the tokens; ``.bin`` or ``.idx`` may be omitted.
-        length: Tokens per sample.
+        length: Number of tokens per sample.
         dtype: Type of the tokens, such as ``"uint16"``; not needed with an ``.idx`` or
             the sidecar of ``TokenWriter``.
         eos: The token that ends each document. Default: the ``.idx`` or the sidecar
@@ -122,7 +122,7 @@ class TokenDataset(Dataset[Any]):
     def __new__(
         cls, path: Any = "", *_args: Any, store: Any = None, **_options: Any
     ) -> Self:
-        """Create a dataset for a local file, or of a subclass for a file in a store."""
+        """Create the dataset; for a file in a store, its class is an async subclass."""
         subclass: Any = cls
         if cls is TokenDataset and not _is_file(path, store):
             subclass = _StoredTokens
@@ -177,7 +177,7 @@ class TokenDataset(Dataset[Any]):
 
     @property
     def eos(self) -> int | None:
-        """The token that ends documents, from the argument or the sidecar, or None."""
+        """The token that ends documents, given or from the sidecar; None if unknown."""
         return self._file.eos
 
     def __len__(self) -> int:
@@ -190,7 +190,7 @@ class TokenDataset(Dataset[Any]):
             index: Number of the sample; negative ones count from the end.
 
         Returns:
-            The arrays by name, owned by the caller; from a URL, a coroutine for them.
+            The arrays by name, owned by the caller; from a URL, a coroutine for these.
 
         Raises:
             IndexError: If ``index`` is out of range.
@@ -217,7 +217,7 @@ class TokenDataset(Dataset[Any]):
         return self._samples(windows, starts)
 
     def describe(self) -> dict[str, Any]:
-        """Return the settings that determine the samples, JSON-serialisable."""
+        """Return the settings that decide the samples, as JSON-serialisable data."""
         return {
             "kind": "TokenDataset",
             "length": self.length,
@@ -227,7 +227,7 @@ class TokenDataset(Dataset[Any]):
         }
 
     async def __aenter__(self) -> Self:
-        """Keep a store's connections open until the exit; a loader does this."""
+        """Keep a store's connections open until the exit; loaders enter datasets."""
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
@@ -241,7 +241,7 @@ class TokenDataset(Dataset[Any]):
         options: StoreOptions,
         policy: Requests,  # noqa: ARG002  (files are not retried)
     ) -> TokenFile:
-        """Return the result of ``find`` for the file at ``path``."""
+        """Return the description of the file at ``path``, made by ``find``."""
         if not _is_file(path, store):
             raise TypeError(
                 f"{type(self).__name__} derives from the class for files: to read a "
@@ -261,7 +261,7 @@ class TokenDataset(Dataset[Any]):
         return position_of(index, len(self)) * self.length
 
     def _samples(self, windows: Sequence[Array], starts: Sequence[int]) -> "TokenRows":
-        """Return the samples of windows of ``length + 1`` tokens.
+        """Convert windows of ``length + 1`` tokens to samples.
 
         ``starts`` are the positions of the windows in the file, in tokens.
         """
@@ -293,7 +293,7 @@ class TokenDataset(Dataset[Any]):
         elif eos is not None:
             ends = np.flatnonzero(tokens == eos) + 1
         if len(ends):
-            # If a document ends with a sample, the next token is of another document.
+            # If both a document and a sample end, the next token is another document's.
             following[ends[ends % length == 0] // length - 1] = IGNORED
             begin = np.sort(np.concatenate([begin, ends[ends < len(tokens)]]))
         sizes = np.diff(begin, append=len(tokens)).tolist()
@@ -324,7 +324,7 @@ class TokenDataset(Dataset[Any]):
 
 
 class TokenRows(Sequence[dict[str, Array]]):
-    """The samples of a batch: rows of arrays of shape ``(samples, length)``."""
+    """A batch's samples, which are rows of arrays of shape ``(samples, length)``."""
 
     def __init__(self, arrays: dict[str, Array]) -> None:
         self._arrays = arrays
@@ -441,7 +441,7 @@ def _map_file(path: str, version: Version) -> Buffer:
 def _map_descriptor(descriptor: int) -> mmap.mmap:
     mapped = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
     if _HAS_MADVISE:
-        # By default, the system reads megabytes around each page that is not cached.
+        # By default, the kernel reads megabytes around each page that is not cached.
         mapped.madvise(mmap.MADV_RANDOM)
     return mapped
 
@@ -452,7 +452,7 @@ def _map_copy(file: Any, index: Index) -> Documents:
 
 
 def _prefetch(mapped: Buffer, start: int, length: int) -> None:
-    """Ask the system to read a range in advance, so that a batch waits only once."""
+    """Tell the operating system to read a byte range ahead; a batch then waits once."""
     if _HAS_MADVISE and isinstance(mapped, mmap.mmap):
         offset = start % mmap.PAGESIZE
         mapped.madvise(mmap.MADV_WILLNEED, start - offset, length + offset)
@@ -464,8 +464,8 @@ class TokenWriter:
     It is an async context manager, like ``TarWriter``. A flat file is a sequence of
     little-endian integers, which other libraries can map. ``format="megatron"`` writes
     Megatron's ``.bin`` and ``.idx``, with one sequence per document. The writer puts a
-    sidecar, ``FILE.json``, next to the file. Readers see the file once it is complete.
-    After a crash or an error, a new writer for the same path resumes: pass it the same
+    sidecar, ``FILE.json``, next to the file. Readers see only a complete file. After a
+    crash or an error, a new writer for the same path resumes: pass it the same
     documents, from number ``next_sample`` on. An upload to a store starts over. The
     writer buffers ``save_bytes`` in memory. Run one writer at a time.
 
@@ -474,14 +474,14 @@ class TokenWriter:
         dtype: Type of the tokens in the file, such as ``"uint16"``.
         format: ``"flat"`` or ``"megatron"``.
         eos: A token to append to each document.
-        metadata: The documents' origin, JSON-serialisable. It is stored, and writing
-            resumes only with equal metadata.
+        metadata: JSON-serialisable data about the documents' origin, which is stored.
+            Writing resumes only with equal metadata.
         save_bytes: Bytes between saves; a killed writer resumes at the last save.
         store_options: Options of the store that a URL names.
 
     Attributes:
         next_sample: Number of the next document, from 0; known once the writer is open.
-        tokens: Number of tokens in the documents before it.
+        tokens: Number of tokens in all documents before ``next_sample``.
 
     Raises:
         ImportError: If ``path`` is in a store, and obstore is not installed.
@@ -519,7 +519,7 @@ class TokenWriter:
         self._eos = None if eos is None else operator.index(eos)
         if self._eos is not None:
             check_fits(self._eos, self._dtype, "eos")
-        json.dumps(metadata)  # raises if it is not JSON
+        json.dumps(metadata)  # raises if not JSON-serialisable
         self._save_bytes = check_at_least(save_bytes, 1, "save_bytes")
         (address,) = sealed(path)
         index = None
@@ -536,7 +536,7 @@ class TokenWriter:
         self._begin()
 
     def _begin(self) -> None:
-        """Discard the buffered documents, which are not saved."""
+        """Discard the buffered documents, which have not been saved."""
         self._pending: list[Array] = []
         self._pending_bytes = 0
         self._sizes = array("i")
@@ -566,7 +566,7 @@ class TokenWriter:
         return self
 
     def _resumed(self, text: bytes | None, is_finished: bool) -> Sidecar:  # noqa: FBT001
-        """Return the sidecar to continue from: an earlier writer's, or a new one."""
+        """Return an earlier writer's sidecar to continue from, or a new sidecar."""
         self._is_finished = is_finished
         if text is not None:
             return self._sidecar.resumed(text, self._sink.label)
@@ -648,7 +648,7 @@ class TokenWriter:
     async def __aexit__(
         self, _kind: object, exc: BaseException | None, *_: object
     ) -> None:
-        """Finish the file; after an error, leave the saved part for the next writer.
+        """Finish the file, or after an error, leave its saved part for the next writer.
 
         Raises:
             RuntimeError: If ``write`` failed and the block suppressed its error.

@@ -66,12 +66,12 @@ _TAR_END = bytes(1024)  # two blocks, as a tar ends
 # Values of these types are encoded on the event loop, others in a thread.
 _QUICK_TYPES = bytes, str, int, bytearray, memoryview
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
-# Rows to take from a plain iterable before other tasks run.
+# Number of rows to take from a plain iterable before other tasks run.
 _ROWS_PER_TURN = 64
 
 
 class _FinishedShard(NamedTuple):
-    """A finished shard: its name, number of samples, and size in bytes."""
+    """The name, number of samples, and size in bytes of a finished shard."""
 
     file: str
     samples: int
@@ -86,7 +86,7 @@ class _Manifest:
     can be missing; it is written again.
     """
 
-    name: str  # prefix of the shards' names
+    name: str  # prefix of the shards' file names
     ending: str  # such as "tar"
     metadata: Mapping[str, Any]  # the user's description of the samples' origin
     schema: str = ""  # of tables, as text
@@ -115,8 +115,8 @@ class _Manifest:
     ) -> "_Manifest":
         """Return the manifest to continue with, or raise a StateMismatchError.
 
-        ``text`` is the manifest file's contents, or None. ``sizes`` are those of all
-        files in the folder, by name. ``label`` is the folder, for errors.
+        ``text`` is the manifest file's contents, or None. ``sizes`` are the sizes of
+        all files in the folder, by name. ``label`` is the folder, for errors.
         """
         where = f"{label!r} ({self.file})"
         manifest = self if text is None else self._loaded(text, where)
@@ -185,7 +185,7 @@ class ParquetOptions(WriterOptions, total=False):
 
 
 class ShardWriter(abc.ABC):
-    """Writes samples to shards ``NAME-000000``, ``NAME-000001``...; a context manager.
+    """An async context manager that writes shards ``NAME-000000``, ``NAME-000001``...
 
     ``NAME-shards.json`` lists the names and sizes of the shards. A new writer for the
     same place resumes: pass it the same samples in the same order, from number
@@ -197,8 +197,8 @@ class ShardWriter(abc.ABC):
         name: Prefix of the shards' names.
         shard_bytes: Size at which a shard is finished.
         shard_samples: Maximum number of samples per shard, or None.
-        metadata: The samples' origin, JSON-serialisable. It is stored, and writing
-            resumes only with equal metadata.
+        metadata: JSON-serialisable data about the samples' origin, which is stored.
+            Writing resumes only with equal metadata.
         store_options: Options of the store that a URL names.
 
     Attributes:
@@ -211,7 +211,7 @@ class ShardWriter(abc.ABC):
     """
 
     ending: ClassVar[str]
-    _send_bytes = 4 << 20  # buffered bytes that are worth a call in a thread
+    _send_bytes = 4 << 20  # number of buffered bytes worth a call in a thread
 
     @names_options
     def __init__(
@@ -232,7 +232,7 @@ class ShardWriter(abc.ABC):
                 f"name must be made of letters, digits, dots, dashes and underscores, "
                 f"got {name!r}; folders belong in the destination"
             )
-        json.dumps(metadata)  # raises if it is not JSON
+        json.dumps(metadata)  # raises if not JSON-serialisable
         self.next_sample: int = 0
         self._shard_bytes = shard_bytes
         self._shard_samples = shard_samples
@@ -318,7 +318,7 @@ class ShardWriter(abc.ABC):
         try:
             data = await in_thread(partial(self._pack, is_end=is_end), pending)
         except ValueError:
-            if len(pending) < count:  # `_pack` has removed the row that it refused
+            if len(pending) < count:  # `_pack` removed a refused row
                 self._pending_bytes = self._pending_bytes * len(pending) // count
                 self.next_sample -= 1
                 self._is_open = True
@@ -353,7 +353,7 @@ class ShardWriter(abc.ABC):
     async def __aexit__(
         self, _kind: object, exc: BaseException | None, *_: object
     ) -> None:
-        """Finish the last shard; after an error, discard it.
+        """Finish the last shard, or discard it after an error.
 
         Raises:
             RuntimeError: If ``write`` failed and the block suppressed its error.
@@ -381,11 +381,11 @@ class ShardWriter(abc.ABC):
 
     @abc.abstractmethod
     async def _encode(self, sample: Mapping[str, Any]) -> tuple[Any, int]:
-        """Return the next sample, encoded for ``_pack``, and its approximate size."""
+        """Encode the next sample for ``_pack``; return it and its approximate size."""
 
     @abc.abstractmethod
     def _pack(self, encoded: list[Any], *, is_end: bool) -> bytes:
-        """Return the shard's next bytes, from encoded samples; runs in a thread.
+        """Turn encoded samples into the shard's next bytes; runs in a thread.
 
         To refuse a sample, remove it from ``encoded`` and raise a ValueError.
         """
@@ -518,7 +518,7 @@ class ParquetWriter(ShardWriter):
         return row, sum(map(bytes_of, row.values()))
 
     def _pack(self, encoded: list[dict[str, Any]], *, is_end: bool) -> bytes:
-        """Return rows as a row group; at the end of a shard, followed by the footer."""
+        """Return rows as a row group, followed by the footer at the end of a shard."""
         if encoded:
             pa = _import_pyarrow()
             import pyarrow.parquet as pq  # noqa: PLC0415  (it takes a while)
@@ -563,7 +563,7 @@ async def write_parquet(
 ) -> list[str]:
     """Write rows to Parquet shards, and return the shards' names.
 
-    Called again after a crash, with the same rows, it resumes after the last shard.
+    A new call after a crash, with the same rows, resumes after the last shard.
 
     Args:
         rows: Dicts of values by column, as an iterable, an async iterable or a stream:

@@ -1,4 +1,4 @@
-"""Check of a shard format: what ``ShardedStream`` requires of it."""
+"""A check that a shard format meets the requirements of ``ShardedStream``."""
 
 import asyncio
 import json
@@ -14,7 +14,7 @@ from aioloader.datasets._streams.shards import ShardFormat, ShardPosition, Shard
 from aioloader.testing._frozen import compare, frozen
 
 _BUDGETS, _LIMITS = (1, 1 << 14, 1 << 24), (1, 2, 7, 1000)
-# Turns of the loop after which a pull is cancelled.
+# Numbers of turns of the event loop after which a pull is cancelled.
 _TURNS = (0, 1, 2, 5, 20)
 
 
@@ -28,10 +28,10 @@ async def check_shard_format(made_by: ShardFormat, *, samples: int = 64) -> None
 
     Args:
         made_by: The format, over a few small shards; not all of them empty.
-        samples: Number of samples per shard after each of which to read the rest again.
+        samples: How many of a shard's first samples to resume after, one by one.
 
     Raises:
-        AssertionError: If a check fails. Errors of reading are raised unchanged.
+        AssertionError: If a check fails. Errors from reading are raised unchanged.
     """
     before = asyncio.all_tasks()
     async with AsyncExitStack() as stack:

@@ -12,14 +12,14 @@ import numpy as np
 import torch
 
 _ATOMS = (str, bytes, int, bool, type(None))
-_MAX_SHOWN = 200  # characters of a batch that a message shows
+_MAX_SHOWN = 200  # maximum number of characters of a batch in a message
 
 
 def frozen(value: Any) -> Hashable:
     """Return a hashable value that is equal for values with the same bits.
 
-    Tensors and arrays are compared by dtype, shape and bytes; containers and plain
-    objects by their parts; anything else by its pickle.
+    Tensors and arrays are compared by device, dtype, shape and bytes; containers and
+    plain objects by their parts; anything else by its pickle.
     """
     kind = type(value)
     part: Hashable
@@ -65,7 +65,7 @@ def compare(
     """Check that two lists of batches or samples are equal; number them from ``start``.
 
     Raises:
-        AssertionError: If they differ; names the first difference.
+        AssertionError: If they differ; the message names the first difference.
     """
     nothing = object()
     pairs = zip_longest(expected, actual, fillvalue=nothing)

@@ -1,4 +1,4 @@
-"""Check of resuming: a resumed loader delivers the same batches as the first one.
+"""A check that a resumed loader delivers the same batches as the first one.
 
 The check is a generator that yields the next loader to iterate. It is driven by ``for``
 or ``async for``, in this process or in a new one.
@@ -26,7 +26,7 @@ from aioloader._workers.worker_spec import send_by_value_what_cannot_be_imported
 from aioloader.testing._frozen import compare, frozen
 
 MakeLoader: TypeAlias = Callable[[], "DataLoader[Any]"]
-# Seeds of torch's default generator: for the first run, and for resumed ones.
+# Seeds of torch's default generator for the first run, and for resumed runs.
 _FIRST, _ANEW = 0, 1
 _EPOCHS = 3
 _NEXT = ("", "the next epoch", "the epoch after the next")
@@ -63,7 +63,7 @@ def assert_resumes_exactly(
             a warning says so.
 
     Raises:
-        AssertionError: If a loader resumes otherwise; names k and the first difference.
+        AssertionError: If a loader resumes differently; tells k and the difference.
     """
     make_other, resumes = resume_in or make_loader, list[_Resume]()
     with torch.random.fork_rng(devices=[]):
@@ -113,11 +113,11 @@ async def _drive_async(law: "Iterable[_Life]") -> None:
 
 @dataclass
 class _Life:
-    """One loader, its iterations, and the batches and states from them."""
+    """A loader, and the batches and states from its iterations."""
 
     loader: DataLoader[Any]
-    count: int  # epochs to iterate
-    limit: int | None  # batches to take of each epoch; None: all
+    count: int  # number of epochs to iterate
+    limit: int | None  # number of batches to take per epoch; None: all
     # Save a state after these numbers of batches of the first epoch; None: after each.
     stops: Collection[int] | None = ()
     batches: list[list[Any]] = field(default_factory=list)  # by epoch
@@ -126,7 +126,7 @@ class _Life:
     end: Any = None  # the state after the first epoch
 
     def epochs(self) -> Iterator[None]:
-        """Yield once per epoch, which the caller iterates; save the first one's end."""
+        """Yield once per epoch to iterate; save the state after the first epoch."""
         for _ in range(self.count):
             self.batches.append([])
             self._save("resumed before iter()")
@@ -165,14 +165,14 @@ class _Life:
 
 @dataclass
 class _Resume:
-    """A state, and the batches expected after it is loaded."""
+    """A saved state, and the batches expected after loading that state."""
 
-    where: str  # when it was saved, for messages
-    place: int  # number of the epoch's batches before it
+    where: str  # when the state was saved, for messages
+    place: int  # number of the epoch's batches before the state
     state: Any
-    epochs: list[list[Any]]  # rest of its epoch, then the next epochs
+    epochs: list[list[Any]]  # rest of the state's epoch, then the next epochs
     in_order: bool
-    limit: int | None  # batches to take; None: all
+    limit: int | None  # number of batches to take per epoch; None: all
 
     def check(
         self, make: MakeLoader, half: int = -1

@@ -51,7 +51,7 @@ class Resources:
         """Fail if the process holds more than at the time of this snapshot.
 
         Raises:
-            AssertionError: If it does; lists the leaks.
+            AssertionError: If it does; the message lists the leaks.
         """
         for _ in range(_COLLECTIONS):
             gc.collect()
@@ -79,7 +79,7 @@ def no_leaks() -> Iterator[None]:
     """Fail if the ``with`` block leaks tasks or anything listed in ``Resources``.
 
     Raises:
-        AssertionError: If it does; lists the leaks.
+        AssertionError: If it does; the message lists the leaks.
     """
     before, tasks = Resources.now(), _tasks()
     yield
@@ -115,7 +115,7 @@ def _descriptors() -> Iterator[tuple[int, str]]:
 
 def _children() -> Iterator[int]:
     """Yield the ids of all descendants, except servers of the whole process."""
-    multiprocessing.active_children()  # reaps those that have ended
+    multiprocessing.active_children()  # reaps ended children
     below: dict[int, list[int]] = {}
     every = os.listdir(_PROCESSES) if _PROCESSES.exists() else []  # noqa: PTH208  (of many, often)
     for pid in map(int, filter(str.isdecimal, every)):
@@ -135,7 +135,7 @@ def _children() -> Iterator[int]:
 
 
 def _started_by(pid: int) -> tuple[str, int]:
-    """Return a process's id, name and state as text, and its parent (0: ended)."""
+    """Return a process's id, name and state as text, and its parent's id (0: ended)."""
     try:
         with open(f"{_PROCESSES}/{pid}/stat", "rb", buffering=0) as file:  # noqa: PTH123  (of many, often)
             text = file.read()
