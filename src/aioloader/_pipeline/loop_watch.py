@@ -60,7 +60,7 @@ class WatchCounts(NamedTuple):
 
     timers: int = 0  # how many timers were due, including missed ones
     late: int = 0  # how many of these were late
-    times: int = 0  # how many were late, without those missed meanwhile
+    times: int = 0  # how many late timers ran: missed ones are not included
     watched: float = 0.0  # seconds watched
     busy: float = 0.0  # seconds of these in which the loop's thread was ready to run
 
@@ -108,7 +108,7 @@ class LoopWatch:
                 self._timer = None
 
     def lag(self, since: WatchCounts) -> LoopLag | None:
-        """Return the loop's lag since the counts ``since``; None: no timer was due."""
+        """Return the loop's lag since earlier counts; None if no timer was due."""
         counts = self.counts  # before lateness: the loop's thread may add to both
         timers, late, times, watched, busy = map(operator.sub, counts, since)
         if not timers:
@@ -220,7 +220,7 @@ def _sample(watch: LoopWatch) -> None:
 
 
 def _run() -> None:
-    """Sample the suspect loops, as the thread's target, until there are none."""
+    """Sample the suspect loops until there are none; the thread runs this."""
     # The last sample, and the timers counted then. The same coroutine twice means one
     # long call, or many short ones between which the timer could not run.
     seen: dict[LoopWatch, tuple[CodeType, int]] = {}

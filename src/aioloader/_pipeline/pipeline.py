@@ -75,7 +75,7 @@ class Pool(abc.ABC):
 
     @abc.abstractmethod
     def explain(self, task: BatchTask) -> str:
-        """Return text on the worker that has ``task``, with its stack; may be slow."""
+        """Describe the worker that has ``task``, with its stack; may be slow."""
 
     def restart(self, task: BatchTask) -> bool:  # noqa: ARG002  (a default)
         """Replace the worker that has ``task``; return whether it was replaced."""
@@ -115,7 +115,7 @@ class Pipeline:
         # A worker's pipelines share the maker, whose side loop the next one replaces.
         self._side_loop: SideLoop = maker.side_loop
         self.stage: Any = None  # moves batches to the device: a ``Staged``
-        # Requested batches without a result, and when requested, by the task's id.
+        # Requested batches without a result, with their request times, by task id.
         self.under_way: dict[int, tuple[BatchTask, float]] = {}
         self.ended: Latch = Latch()
         self.exit_error: BaseException | None = None
@@ -165,7 +165,7 @@ class Pipeline:
             pool.open(self)
 
     def submit(self, tasks: Sequence[BatchTask]) -> None:
-        """Take a run of requests; results go to ``ready``, or to ``sink``."""
+        """Start to make a run of batches; ``ready``, or ``sink`` if set, gets results."""
         now = time.monotonic()
         for task in tasks:
             self.under_way[id(task)] = (task, now)
@@ -251,7 +251,7 @@ class Pipeline:
                 self.runner.cpu.post(self._close_stream)
 
     def most_concurrency(self) -> int:
-        """Return the most samples that may be read at a time, even after tuning."""
+        """Return the maximum number of samples read at a time, even after tuning."""
         tuned = None if self.tuner is None else self.tuner.concurrency
         return self.maker.concurrency if tuned is None else tuned.most
 
@@ -275,7 +275,7 @@ class Pipeline:
         watching.enter_context(watch.reading(since, self.counters))
 
     def _report(self, error: BaseException) -> None:
-        """Have the consumer's close raise an error, or its next step if not closing."""
+        """Let the consumer's close raise ``error``, or its next step if still open."""
         if ends_task(error):
             raise error
         if self.is_closing:
@@ -338,7 +338,7 @@ class Pipeline:
     # -- in the runner's thread, and in workers -----------------------------------
 
     def make(self, task: BatchTask) -> BatchResult:
-        """Make a batch in a pool's thread; read it there unless ``reads_here``."""
+        """Make a batch in a pool's thread; read it there, too, unless ``reads_here``."""
         return self.maker.make(task, None if self.reads_here else self._read)
 
     def _read(self, task: BatchTask) -> None:
@@ -558,7 +558,7 @@ class Pipeline:
     def deliver(
         self, task: BatchTask, result: BatchResult, *, wakes: bool = True
     ) -> None:
-        """Deliver a task's result, from any thread; ``wakes``: for ``ready.put``."""
+        """Deliver a task's result, from any thread; ``wakes`` is for ``ready.put``."""
         if self.under_way.pop(id(task), None) is not None:
             if result.state is None:
                 result.state = task.state

@@ -97,7 +97,7 @@ class ReadyQueue(Waiters):
         self.wake()
 
     def pop_nowait(self) -> tuple[int, BatchResult] | None:
-        """Return the next item, or None; once none is left, raise ``fail``'s error."""
+        """Return the next item, or None; without items, raise the error of ``fail``."""
         if self.result_reader is not None and not self._items:
             self.collect()
         try:

@@ -51,7 +51,7 @@ RunnerPlace: TypeAlias = (
 
 
 class RunnerTask(Protocol):
-    """What a runner uses of a ``Pipeline``, which owns a lease on the runner."""
+    """The interface of a ``Pipeline`` to its runner, on which it owns a lease."""
 
     context: contextvars.Context
     ended: Latch  # set once the lease is returned
@@ -163,7 +163,7 @@ class Runner:
         return 0.0 if self.is_stuck else GRACE
 
     def is_lost(self) -> bool:
-        """Tell whether the thread or loop has stopped: a wait would never end."""
+        """Tell whether the thread or loop has stopped, so that a wait would not end."""
         return self.is_foreign()
 
     def force_return(self, returned: Latch, pipeline: RunnerTask | None) -> None:
@@ -223,7 +223,7 @@ class Runner:
         self.cpu.stop(self.closed.set)
 
     def _fail_all(self, error: BaseException, *, is_known: bool = False) -> None:
-        """Fail present and later pipelines; ``is_known``: also raised elsewhere."""
+        """Fail pipelines now and later; ``is_known``: ``error`` is raised elsewhere."""
         with self._lock:
             pipelines = list(self._pipelines)
             is_known = is_known or bool(pipelines)
@@ -335,7 +335,7 @@ class LoopRunner(Runner):
             start_thread(self._own_thread)
 
     def allow(self, concurrency: int) -> None:
-        """Allow a private loop's default executor ``concurrency`` threads or more."""
+        """Raise the thread limit of a private loop's executor to ``concurrency``."""
         most = max(self._threads._max_workers, concurrency)  # noqa: SLF001
         self._threads._max_workers = most  # noqa: SLF001  (they start on demand)
 
@@ -456,7 +456,7 @@ class LoopRunner(Runner):
         self._return_lease(pipeline, pipeline.ended)
 
     def _end(self, pipeline: RunnerTask, ended: Latch) -> None:
-        """End a pipeline; the lease is returned by its task, if that has started."""
+        """End a pipeline; its task, if it has started, returns the lease."""
         pipeline.end()
         if pipeline in self._waiting:  # it has not started
             self._waiting.remove(pipeline)
@@ -513,7 +513,7 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
 
 
 class Runners:
-    """A loader's runners: one per place, made on demand, kept while it is entered."""
+    """A loader's runners, one per place; an entered loader keeps them open."""
 
     def __init__(self, dataset: Any, lifespan: MakeLifespan | None = None) -> None:
         self._dataset = dataset
@@ -598,7 +598,7 @@ class Runners:
 
 
 def _release_all(kept: list[Runner]) -> None:
-    """Warn of a loader that was entered and never closed; release its runners."""
+    """Warn about a loader that was entered and never closed; release its runners."""
     if kept:
         warnings.warn(
             "a DataLoader was entered and never closed: call its close()",
@@ -668,7 +668,7 @@ async def _wait_async(
 
 
 def _warn_stuck(runner: Runner) -> None:
-    """Warn that user code has not returned; only once until the next lease."""
+    """Warn once, until the next lease, that user code has not returned."""
     if runner.is_stuck:
         return
     runner.is_stuck = True
@@ -681,7 +681,7 @@ def _warn_stuck(runner: Runner) -> None:
 
 
 def _raise_exit_errors(runner: Runner, pipeline: RunnerTask | None) -> None:
-    """Raise the error, if any, with which the pipeline or runner closed; once."""
+    """Raise the error, if any, with which the pipeline or runner closed, only once."""
     for holder in (pipeline, runner):
         if holder is not None:
             error, holder.exit_error = holder.exit_error, None
