@@ -263,7 +263,7 @@ class AheadFeed(Feed):
         return item
 
     def _abort(self) -> None:
-        """End early, because a request or result was lost; later steps raise an error."""
+        """End early, because a request or result was lost; later steps raise."""
         self._is_exhausted = self._is_aborted = True
         self.dismiss()
         self._was_interrupted = True
@@ -287,7 +287,7 @@ class AheadFeed(Feed):
         self.counters.in_flight = len(self._in_flight)
 
     def _end(self) -> None:
-        """Finish, as no result is awaited, if aborted or if ``_may_end`` agrees."""
+        """Finish the feed if it was aborted or ``_may_end`` agrees; no batch is due."""
         if self._is_aborted or self._may_end():
             self.is_finished = True
             self._results.finish()  # other consumers may be waiting

@@ -90,7 +90,7 @@ def stage_note(stage: str, epoch: int, batch: int, indices: Any) -> str:
 class Window:
     """Limits on how many batches one iteration has in flight."""
 
-    batches: int  # with ``samples``, in addition to those for them
+    batches: int  # if ``samples`` is set, in addition to the batches for them
     samples: int = 0  # to have in flight, in batches of any size; 0: count batches
     is_lazy: bool = False  # whether a batch only starts while its consumer waits for it
     runs: bool = False  # whether fast batches are requested in runs (``RUN_SECONDS``)

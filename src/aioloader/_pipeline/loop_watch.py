@@ -131,7 +131,7 @@ class LoopWatch:
         return self._late_cpu > self._late_seconds / 5
 
     def is_suspect(self) -> bool:
-        """Tell whether the thread should sample what runs on the loop."""
+        """Tell whether the sampling thread should sample what runs on the loop."""
         now = time.monotonic()
         is_calm = now - self._late_at[-1][0] > _CALM
         return self._is_asked() and not is_calm and now >= self._ignored_until

@@ -165,7 +165,7 @@ class Pipeline:
             pool.open(self)
 
     def submit(self, tasks: Sequence[BatchTask]) -> None:
-        """Start to make a run of batches; ``ready``, or ``sink`` if set, gets results."""
+        """Start to make a run of batches; results go to ``ready`` or ``sink``."""
         now = time.monotonic()
         for task in tasks:
             self.under_way[id(task)] = (task, now)
@@ -338,7 +338,7 @@ class Pipeline:
     # -- in the runner's thread, and in workers -----------------------------------
 
     def make(self, task: BatchTask) -> BatchResult:
-        """Make a batch in a pool's thread; read it there, too, unless ``reads_here``."""
+        """Make a batch in a pool's thread; read it there unless ``reads_here``."""
         return self.maker.make(task, None if self.reads_here else self._read)
 
     def _read(self, task: BatchTask) -> None:

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 INTERRUPTS = KeyboardInterrupt, SystemExit
 NOTHING: Final = object()
-"""Returned instead of a batch if none is ready."""
+"""Returned instead of a batch: none is ready."""
 # Seconds after which a task that never waits yields to the other tasks of its loop.
 YIELD_AFTER = 0.001
 

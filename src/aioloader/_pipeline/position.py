@@ -28,7 +28,7 @@ class StateLoads:
     Hugging Face's datasets start every later epoch from the loaded state, too. Then the
     state after the first sample equals the resumed epoch's, or there is no sample
     although the dataset never reported the loaded state. The dataset's first state is
-    then loaded to complete the epoch. There is one object per dataset and process.
+    then loaded to complete the epoch. A process has one record per dataset.
     """
 
     _first: tuple[Any] | None = None  # the state before anything was read or loaded

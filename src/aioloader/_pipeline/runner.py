@@ -144,14 +144,14 @@ class Runner:
             self._run(self._end, pipeline, pipeline.ended)
 
     def release(self) -> Latch:
-        """Start to return a lease without a pipeline; the latch is set when done."""
+        """Start to return a lease that has no pipeline; the latch is set when done."""
         released = Latch()
         if not self.is_foreign():
             self._run(self._return_lease, None, released)
         return released
 
     def failure(self) -> BaseException | None:
-        """Wait until the lifespan was entered; return its error, if any."""
+        """Wait until the lifespan is entered or fails; return its error, if any."""
         if self.lifespan is not None:
             self.opened.wait()
         return self._error
@@ -615,7 +615,7 @@ def _release_all(kept: list[Runner]) -> None:
 def wait_released(
     runner: Runner, returned: Latch, pipeline: RunnerTask | None = None
 ) -> None:
-    """Wait for a lease's return, and for ``runner``'s end if it was the last.
+    """Wait for a lease's return, and for ``runner``'s end if the lease was the last.
 
     Each wait has a timeout. The pipeline's workers and stages are joined. Errors from
     closing the dataset or its iterator are raised.

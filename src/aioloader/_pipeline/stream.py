@@ -430,7 +430,7 @@ class _BlockSource:
         self._has_repeated = repeats_from is not None  # any sample since ``_start``
 
     def take(self, size: int, most: int) -> Iterable[tuple[Block, StreamState]]:
-        """Return blocks from an aioloader stream's ``take``; none while ``rest`` is left."""
+        """Return blocks from an aioloader stream's ``take`` unless ``rest`` is left."""
         has_blocks = self.is_own and self.rest is None
         return self._iterator.take(size, most) if has_blocks else ()
 

@@ -20,7 +20,7 @@ from aioloader._pipeline.batch_task import Window
 # many reads and seconds.
 _MIN_READS = 16
 _MIN_READ_SECONDS = 0.005
-# The same for twice as many batches as the window has.
+# Batches: over twice as many as the window has, but at least over these.
 _MIN_BATCHES = 8
 _MIN_BATCH_SECONDS = 0.02
 # Batches between two checks of the available memory.
@@ -61,7 +61,7 @@ class Tuning:
     def observe_workers(
         self, controller: Controller, latest: Counters, deaths: int
     ) -> None:
-        """Observe an iteration's workers, only once; ``deaths``: total so far."""
+        """Observe an iteration's speed, only once; ``deaths``: of workers so far."""
         died, self.deaths = deaths - self.deaths, deaths
         is_known, self.observed = self.observed is latest.iteration, latest.iteration
         records = latest.recorded()
@@ -116,14 +116,14 @@ class Tuner:
         self._on_device = 0
 
     def note_read(self, began: float, *, failures: int, is_busy: bool) -> int:
-        """Record that a read has ended; return how many may be in flight.
+        """Record that a read has ended; return how many reads may be in flight.
 
         By Little's law, the throughput of a constant number of reads is that number
         divided by their mean latency, even if batches come in bursts.
 
         Args:
-            began: When it started, by ``time.perf_counter``.
-            failures: Reads that have failed so far.
+            began: When the read started, by ``time.perf_counter``.
+            failures: How many reads have failed so far.
             is_busy: Whether as many reads as allowed are in flight and more wait.
         """
         controller = self.concurrency

@@ -118,7 +118,7 @@ class Channel(socket.socket):
             os.close(file)
 
     def pause(self, seconds: float | None) -> None:
-        """Sleep; None: forever. Raise ``EOFError`` as soon as the peer is gone."""
+        """Sleep (forever if None); raise ``EOFError`` as soon as the peer is gone."""
         poll = select.poll()
         poll.register(self, 0)  # hanging up is reported in any case
         if poll.poll(None if seconds is None else seconds * 1000):
