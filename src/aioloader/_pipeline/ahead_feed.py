@@ -135,7 +135,7 @@ class AheadFeed(Feed):
         return batch
 
     def _limit(self) -> float | None:
-        """Return this wait's timeout in seconds, as a Python float; None: no limit."""
+        """Return this wait's timeout in seconds, or None if there is no limit."""
         return None if self._timeout is None else float(self._timeout)
 
     # -- requests -----------------------------------------------------------------
@@ -250,7 +250,7 @@ class AheadFeed(Feed):
             return NOTHING
 
     def _pop(self) -> tuple[int, BatchResult] | None:
-        """Return the next result and its number; None if not ready, or if closed."""
+        """Return the next number and result, or None if not ready or closed."""
         try:
             item: tuple[int, BatchResult] | None = self._results.pop_nowait()
         except BaseException as error:
@@ -287,7 +287,7 @@ class AheadFeed(Feed):
         self.counters.in_flight = len(self._in_flight)
 
     def _end(self) -> None:
-        """Finish the feed if it was aborted or ``_may_end`` agrees; no batch is due."""
+        """Finish after the last result, if the feed was aborted or may end."""
         if self._is_aborted or self._may_end():
             self.is_finished = True
             self._results.finish()  # other consumers may be waiting
@@ -298,7 +298,7 @@ class AheadFeed(Feed):
     # -- the end ------------------------------------------------------------------
 
     def _finish(self) -> None:
-        """Mark the epoch as over, unless it ended early; raise if interrupted."""
+        """Mark the epoch as over if all of it was delivered; raise if interrupted."""
         self._check()
         if self._is_exhausted and not (self._in_flight or self._is_aborted):
             self._progress.is_over = True

@@ -14,14 +14,14 @@ from aioloader._base.records import bytes_of
 
 _log = logging.getLogger("aioloader")
 
-# Least speed-up that keeps a new value: after doubling it, and after another change.
+# Least speed-ups for which a new value is kept: if it was doubled, and otherwise.
 _MIN_GAIN_DOUBLED = 0.1
 _MIN_GAIN = 0.05
 # A consumer that waits for a smaller share of the time counts as not waiting.
 _MIN_WAITED = 0.02
-# The value is halved if the share of failed reads exceeds the usual one by this.
+# The value is halved if the share of failed reads exceeds the usual share by this.
 _MIN_FAILURES = 0.01
-# Pauses between two trials, in observations: the first, and the longest.
+# The first and the longest pause between two trials, in observations.
 _FIRST_PAUSE = 8
 _MAX_PAUSE = 256
 

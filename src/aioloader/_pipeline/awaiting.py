@@ -101,7 +101,7 @@ class SideLoop:
         return result
 
     def close(self) -> None:
-        """Cancel every wait, and end a loop started here; safe in finalizers."""
+        """Cancel all waits; end the loop if it was started here. Safe in finalizers."""
         with self._lock:
             self.is_closed = True
             for future in list(self._pending):

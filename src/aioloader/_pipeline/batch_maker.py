@@ -572,7 +572,7 @@ class BatchMaker(Recipe):
     def resolve(
         self, stage: str, task: BatchTask, position: int, error: BaseException
     ) -> Any:
-        """Return a failed sample's replacement or ``SKIP``, or raise, by the policy."""
+        """Apply the policy to a failure: return a replacement or ``SKIP``, or raise."""
         if self.side_loop.is_closed:
             raise error  # the iteration is over
         failure = Failure(

@@ -46,8 +46,8 @@ class BatchTask:
     # sample in the epoch, and the step to the next.
     sample_keys: tuple[int, int, int] | None = None
     padding: int = 0  # how many of its samples, the last ones, are padding
-    # Samples so far, with ``MISSING`` where one is still being read; or the result of
-    # ``__getitems__``, of any type.
+    # The samples, with ``MISSING`` for those still being read, or what ``__getitems__``
+    # has returned, of any type.
     samples: Any = field(default_factory=list)
     # Class attributes until set. The stage: "fetch", "transform", "collate", "pool".
     stage: str = field(default="fetch", init=False)

@@ -13,7 +13,7 @@ from aioloader._pipeline.batch_task import BatchResult
 from aioloader._pipeline.ready import ReadyQueue
 from aioloader.errors import BatchTimeoutError
 
-# The number of an empty result that only wakes the consumer.
+# The batch number of an empty result that only wakes the consumer.
 _NEWS: Final = -1
 
 
@@ -39,7 +39,7 @@ class EvenedQueue(ReadyQueue):
         self._errors: list[Exception] = []  # of rounds; raised when counts are needed
         self._has_news = False  # the consumer must check the end again
         self._repeats = False
-        self._empty_repeats = 0  # repeated requests in a row that found no samples
+        self._empty_repeats = 0  # how many repeated requests in a row found no samples
         super().__init__(**options)
 
     def _is_true(self) -> bool:
@@ -84,7 +84,7 @@ class EvenedQueue(ReadyQueue):
                 self._wake_consumer()
 
     def pop_nowait(self) -> tuple[int, BatchResult] | None:
-        """Return the next item to deliver, or a ``_NEWS`` item; None if not yet."""
+        """Return the next item to deliver, or a ``_NEWS`` item, or None if neither."""
         end = self.end
         if not self._items:
             self.collect()

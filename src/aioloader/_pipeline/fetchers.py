@@ -51,7 +51,7 @@ class FetcherPool:
     """
 
     def __init__(self, size: int, tune: Tune | None = None) -> None:
-        self.reserve = RESERVE  # how many idle fetchers are kept; the others end
+        self.reserve = RESERVE  # how many idle fetchers are kept; surplus ones end
         self._loop = asyncio.get_running_loop()
         # Copied here: a batch may be submitted in another library's context.
         self._context = contextvars.copy_context()

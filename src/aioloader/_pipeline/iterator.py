@@ -176,7 +176,7 @@ class IteratorCore:
         self._turns = (None, asyncio.Lock(), [])
 
     def next(self) -> Any:
-        """Return the next batch; without ``check``, the feed gets later calls."""
+        """Return the next batch; ``begin`` may replace this method by the feed's."""
         try:
             feed = self.feed or self.begin()
             if feed is None:
@@ -225,7 +225,7 @@ class IteratorCore:
             queue.pop()
 
     def begin(self) -> "Feed | None":
-        """Return the feed, made by the first call; None if closed before that."""
+        """Return the feed, made by the first call; None if ``end`` came first."""
         with self._lock:
             prepare = self.prepare
             if self.feed is None and prepare is not None:

@@ -61,7 +61,7 @@ class Lifespan:
             raise _noted(error, "leaving")  # noqa: B904  (it keeps its cause)
 
     async def enter_async(self, thread: Executor) -> None:
-        """Enter on this loop, but a plain manager of plain reads in ``thread``."""
+        """Enter on this loop, or in ``thread`` if the manager and reads are plain."""
         make = self._make
         manager: Any = None
         try:

@@ -30,16 +30,16 @@ from aioloader._base.records import Counters, LoopLag
 
 # Seconds between two timers.
 _INTERVAL = 0.02
-# Seconds that a timer may be late on a loop that is not blocked: loop clocks are
-# coarse, and other threads take the GIL.
+# How many seconds late a timer may be on a loop that is not blocked, because loop
+# clocks are coarse and other threads take the GIL.
 _TOLERANCE = 0.006
 # The sampling thread starts after ``_SUSPICIOUS`` late timers within ``_WITHIN``
 # seconds in which the loop was not blocked (an import blocks a loop only once). It ends
 # after ``_CALM`` seconds without a late timer.
 _SUSPICIOUS, _WITHIN = 5, 2.0
 _CALM = 1.0
-# The thread's interval in seconds; how many samples it needs to name a coroutine; after
-# how many samples of a loop it ignores the loop, and for how many seconds.
+# The sampling interval in seconds; how many samples name a coroutine; after how many
+# samples of a loop the thread ignores the loop, and for how many seconds.
 _SAMPLE_EVERY = 0.003
 _MIN_SAMPLES = 5
 _MAX_SAMPLES, _PAUSE = 100, 10.0
@@ -78,7 +78,7 @@ class LoopWatch:
         # thread waited for a processor or the GIL.
         self.samples: Counter[str] = Counter()
         self._lateness: deque[float] = deque(maxlen=_KEPT)
-        # When timers were late: by the clock, and in seconds without blocking.
+        # When timers were late, by the clock and in seconds without blocking.
         self._late_at = deque([(0.0, -math.inf)] * _SUSPICIOUS, maxlen=_SUSPICIOUS)
         self._unblocked = 0.0  # seconds in which the loop was not blocked
         self._readers: list[Counters] = []
@@ -207,7 +207,7 @@ def watch_of(loop: asyncio.AbstractEventLoop, *, is_callers: bool) -> LoopWatch:
 
 
 def _sample(watch: LoopWatch) -> None:
-    """Add a loop to those that the thread samples; start the thread if needed."""
+    """Have the thread sample this loop, too; start the thread if it is not running."""
     with _LOCK:
         # A forked child has a copy of the suspects, but not the thread.
         is_running = bool(_suspects) and all(thread.is_alive() for thread in _samplers)
@@ -220,7 +220,7 @@ def _sample(watch: LoopWatch) -> None:
 
 
 def _run() -> None:
-    """Sample the suspect loops until there are none; the thread runs this."""
+    """Sample the suspect loops until there are none; the sampling thread runs this."""
     # The last sample, and the timers counted then. The same coroutine twice means one
     # long call, or many short ones between which the timer could not run.
     seen: dict[LoopWatch, tuple[CodeType, int]] = {}

@@ -1,4 +1,4 @@
-"""The pipeline of one iteration: it takes requests and makes batches on a runner.
+"""The pipeline of one iteration, which makes requested batches on a runner.
 
 Coroutines are awaited on the runner's loop, and plain code runs in its thread. Worker
 pools make whole batches, or transform and collate samples that were read here.
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 RUN_SECONDS = 0.002
 _MAX_PER_RUN, _MAX_FIRST_RUN = 256, 16
 # How long coroutines read only the first batch, unless the consumer requests more:
-# seconds, then turns of the loop, which are long when it is busy. An iteration may end
+# first in seconds, then in turns of the loop, which are long on a busy loop. An iteration may end
 # with its first batch, as in a server that makes one loader per request.
 _HEAD_START = 0.001
 _HEAD_START_TURNS = 8
@@ -56,7 +56,7 @@ _WATCH_AFTER = 0.02
 
 
 class Pool(abc.ABC):
-    """Workers that make batches from indices, or from samples the pipeline read."""
+    """Workers that make batches from indices, or from samples read by the pipeline."""
 
     reads: bool  # whether workers read the samples, too
     has_result_reader: bool = False  # whether it is a ``ResultReader``
@@ -90,8 +90,8 @@ class Pool(abc.ABC):
 class Pipeline:
     """The stages that make one iteration's batches, on their runner.
 
-    It holds no reference to the iterator that feeds it, so that the iterator can be
-    collected; the iterator's finalizer then dismisses the pipeline.
+    The pipeline holds no reference to the iterator that feeds it. A dropped iterator is
+    therefore collected, and its finalizer dismisses the pipeline.
     """
 
     maker: BatchMaker
@@ -170,7 +170,7 @@ class Pipeline:
         for task in tasks:
             self.under_way[id(task)] = (task, now)
         if self.is_closing:
-            return  # the consumer's wait has ended
+            return  # the consumer no longer waits
         pool = self.pool
         if pool is not None and pool.reads:
             for task in tasks:
@@ -189,7 +189,7 @@ class Pipeline:
                     self.fail(LoaderClosedError(text))
 
     def read_ahead(self) -> None:
-        """End the first batch's head start: the consumer requests the second."""
+        """End the first batch's head start, as the consumer requests the second."""
         if self._timer is not None and self.runner.loop is not None:
             call_threadsafe(self.runner.loop, self._end_head_start)
 
@@ -275,7 +275,7 @@ class Pipeline:
         watching.enter_context(watch.reading(since, self.counters))
 
     def _report(self, error: BaseException) -> None:
-        """Let the consumer's close raise ``error``, or its next step if still open."""
+        """Raise ``error`` in the consumer's next step, or in its close if closing."""
         if ends_task(error):
             raise error
         if self.is_closing:
@@ -388,7 +388,7 @@ class Pipeline:
             self._submit_to_pool(pool, task)
 
     def note_pace(self, seconds: float, count: int) -> None:
-        """Adapt the run size to a measurement: ``count`` batches in ``seconds``."""
+        """Adapt the run size after ``count`` batches were made in ``seconds``."""
         if count:
             before, now = self.pace.seconds, seconds / count
             is_less = now < before or not before  # a busy machine delays some

@@ -1,4 +1,4 @@
-"""Runners of pipelines: the caller's thread, a private thread, or an event loop.
+"""Runners of pipelines, in the caller's thread, a private thread or an event loop.
 
 All iterations of a loader in the same place share one runner. It enters the dataset's
 lifespan before the first sample is read, and exits it when the last lease is returned.
@@ -39,7 +39,7 @@ from aioloader._pipeline.lifespan import Lifespan, MakeLifespan, reads_on_loop
 from aioloader.errors import LoaderClosedError
 from aioloader.protocols import own_datasets
 
-# Seconds that a close waits for user code that does not return.
+# For how many seconds a close waits for user code to return.
 GRACE = 10.0
 _NAME = "aioloader pipeline"  # of an iteration's task
 _LOOP_ENDED = "the event loop of the loader has ended; iterate again"
@@ -51,7 +51,7 @@ RunnerPlace: TypeAlias = (
 
 
 class RunnerTask(Protocol):
-    """The interface of a ``Pipeline`` to its runner, on which it owns a lease."""
+    """A ``Pipeline`` as its runner sees it; the pipeline owns a lease on the runner."""
 
     context: contextvars.Context
     ended: Latch  # set once the lease is returned
@@ -234,7 +234,7 @@ class Runner:
             pipeline.fail(error)
 
     def _drop_lease(self, pipeline: RunnerTask | None) -> bool:
-        """Drop a lease, a pipeline's at most once; return whether none is left."""
+        """Drop a lease (a pipeline's only once); return whether none is left."""
         with self._lock:
             self._leases -= pipeline is None or pipeline in self._pipelines
             if pipeline is not None:
@@ -283,7 +283,7 @@ class CallerRunner(Runner):
 
 
 class LoopRunner(Runner):
-    """A runner on an event loop: its own in a private thread, or the caller's.
+    """A runner on the caller's event loop, or on its own loop in a private thread.
 
     Each pipeline is a task. A separate task enters and exits the lifespan.
     """

@@ -61,7 +61,7 @@ class Tuning:
     def observe_workers(
         self, controller: Controller, latest: Counters, deaths: int
     ) -> None:
-        """Observe an iteration's speed, only once; ``deaths``: of workers so far."""
+        """Observe an iteration's speed once; ``deaths`` is the total so far."""
         died, self.deaths = deaths - self.deaths, deaths
         is_known, self.observed = self.observed is latest.iteration, latest.iteration
         records = latest.recorded()
@@ -94,12 +94,12 @@ class Tuner:
     """The tuner of one iteration, which measures and sets ``"auto"`` arguments."""
 
     tuning: Tuning
-    concurrency: Controller | None  # of samples read at a time
-    prefetch: Controller | None  # of batches requested ahead per reader
+    concurrency: Controller | None  # of the number of samples read at a time
+    prefetch: Controller | None  # of the number of batches requested ahead per reader
     given: int  # batches per reader in the window that an iteration starts with
-    readers: int  # how many have a window
+    readers: int  # how many readers the window is for
     batch_size: int
-    prefetch_bytes: int | None  # bytes that may be held; None: limited by memory
+    prefetch_bytes: int | None  # bytes that batches may hold; None: only memory limits them
     ready: Sized = ()  # the queue that the consumer takes batches from
 
     def __post_init__(self) -> None:

@@ -37,7 +37,7 @@ _IDLE_BATCHES = 64
 # The maximum number of slots that are added and mapped together. A mapping costs a
 # descriptor (before Python 3.13), and unwritten pages cost nothing.
 _MAX_ADDED = 8
-# Slots of this size or more are added only if the machine has the memory.
+# Slots of this many bytes or more are added only if the machine has the memory.
 _MIN_CHECKED = 1 << 28
 
 
@@ -187,7 +187,7 @@ class ArenaWriter(_Side):
         try:
             os.ftruncate(self.descriptor, self._end + count * size)
             memory = mmap.mmap(self.descriptor, count * size, offset=self._end)
-        except (OSError, OverflowError) as error:  # perhaps by a limit of the process
+        except (OSError, OverflowError) as error:  # perhaps a limit of the process
             raise _too_large(size, memory_left(), f" ({error})") from error
         for offset in range(0, count * size, size):
             ref = SlotRef(self._count, self._end, size)

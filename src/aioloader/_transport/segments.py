@@ -199,7 +199,7 @@ class Borrower(Table):
             self._free.append(number)
 
     def take(self, nbytes: int) -> tuple[SlotRef, Slot]:
-        """Return a slot of at least ``nbytes``, in private memory if none is free."""
+        """Take a slot of at least ``nbytes``, in private memory if no segment fits."""
         with self._lock:
             for number in self._free:
                 memory, view = self._maps[number], self._views.get(number)
