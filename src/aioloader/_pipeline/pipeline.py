@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 RUN_SECONDS = 0.002
 _MAX_PER_RUN, _MAX_FIRST_RUN = 256, 16
 # How long coroutines read only the first batch, unless the consumer requests more:
-# first in seconds, then in turns of the loop, which are long on a busy loop. An iteration may end
+# seconds, then turns of the loop, which are long when it is busy. An iteration may end
 # with its first batch, as in a server that makes one loader per request.
 _HEAD_START = 0.001
 _HEAD_START_TURNS = 8

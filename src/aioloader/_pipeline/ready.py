@@ -52,8 +52,8 @@ class ReadyQueue(Waiters):
         self._error: BaseException | None = None
         self._is_over = False  # every wait ends
         self._is_closed = False
-        # Whether results come quickly, several in a run. A wake-up per result would cost
-        # more than the result, so a consumer naps until the run is announced, or briefly
+        # Whether results come quickly, several in a run. A wake-up for each costs
+        # more than making it, so a consumer naps until the run is announced, or briefly
         # if the next result of the run takes long.
         self.is_quick = False
         self._is_napping = False

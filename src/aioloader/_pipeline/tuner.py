@@ -99,7 +99,7 @@ class Tuner:
     given: int  # batches per reader in the window that an iteration starts with
     readers: int  # how many readers the window is for
     batch_size: int
-    prefetch_bytes: int | None  # bytes that batches may hold; None: only memory limits them
+    prefetch_bytes: int | None  # held by batches; None: limited by memory
     ready: Sized = ()  # the queue that the consumer takes batches from
 
     def __post_init__(self) -> None:
