@@ -215,7 +215,7 @@ class BatchMaker(Recipe):
             read: Reads the samples (this maker's ``read`` or a stream's ``pull``). None
                 if ``task`` contains the samples.
             enter: Called with the name of each stage after the read.
-            seeded: Whether to seed the generators, for user code that runs here.
+            seeded: Whether to seed the generators for user code that runs here.
         """
         clocks = thread_clocks(task.number, self.last_seconds)
         outer = UNDER_WAY.get()

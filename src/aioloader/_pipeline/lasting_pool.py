@@ -24,7 +24,7 @@ class LastingPool(Pool, ResultReader):
         """End the workers in the background; safe in any thread and finalizer."""
 
     def close(self) -> None:
-        """Release resources of this process; called when its handle is collected."""
+        """Release resources of this process; called when the handle is collected."""
         self.end()
 
 

@@ -60,7 +60,7 @@ class WatchCounts(NamedTuple):
 
     timers: int = 0  # how many timers were due, including missed ones
     late: int = 0  # how many of these were late
-    times: int = 0  # how many late timers ran: missed ones are not included
+    times: int = 0  # how many late timers ran; excludes missed timers
     watched: float = 0.0  # seconds watched
     busy: float = 0.0  # seconds of these in which the loop's thread was ready to run
 

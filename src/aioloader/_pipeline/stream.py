@@ -1,6 +1,6 @@
 """Read a stream (an iterable dataset) in blocks, and cut the blocks into batches.
 
-A plain iterable is read in a thread, an async one on the loop. The code is the same; it
+A plain iterable is read in a thread, an async one on the loop, by the same code, which
 never suspends for a plain iterable. Several ranks may read the same stream; each keeps
 only its samples. After the stream's end, every request reports the end at once.
 """

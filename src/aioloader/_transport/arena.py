@@ -229,7 +229,7 @@ class ArenaReader(_Side):
     def lease(self, ref: SlotRef, nbytes: int) -> Slot:
         """Return a view of the first ``nbytes`` of a slot that the writer sent.
 
-        The slot is freed with the view's last array, tensor or ``memoryview``.
+        The slot is freed with the last array, tensor or ``memoryview`` of these bytes.
         """
         first, memory = self._segment_of(ref)
         if self._locker is not None and ref.number not in self._locked:
