@@ -1,4 +1,4 @@
-"""From requests to batches: where and how batches are made and delivered.
+"""Make batches for requests in threads, event loops or workers, and deliver them.
 
 ::
 

@@ -39,7 +39,7 @@ class AheadFeed(Feed):
     is drawn in a thread. More batches are requested when a batch is delivered.
 
     If the next batch takes longer than ``timeout`` seconds, ``BatchTimeoutError`` is
-    raised. If ``restarts``, the delaying worker is replaced first, once per batch.
+    raised. If ``restarts``, the worker at fault is first replaced, once per batch.
     """
 
     def __init__(
@@ -61,9 +61,9 @@ class AheadFeed(Feed):
         self._restarts = restarts
         self._restarted: BatchTask | None = None
         self._has_started = self._reads_ahead = False
-        # Samples of each batch that is requested but not yet delivered, by number.
+        # The sample counts of batches requested but not yet delivered, by batch number.
         self._in_flight: dict[int, int] = {}
-        self._samples = 0  # in all of these batches
+        self._samples = 0  # the sum of these counts
         self._low = sys.maxsize  # with fewer batches in flight, more are requested
         self._is_exhausted = False  # there is nothing more to request
         self._is_aborted = False  # ends early: an interrupt, or the sampler failed
@@ -135,7 +135,7 @@ class AheadFeed(Feed):
         return batch
 
     def _limit(self) -> float | None:
-        """Return this wait's timeout in seconds, as a Python float; None: no limit."""
+        """Return this wait's timeout in seconds, or None if there is no limit."""
         return None if self._timeout is None else float(self._timeout)
 
     # -- requests -----------------------------------------------------------------
@@ -195,7 +195,7 @@ class AheadFeed(Feed):
         return min(room, 1) if one_by_one else room
 
     def _request(self, count: int, run: list[BatchTask]) -> bool:
-        """Add up to ``count`` requests to ``run``; return False after the last."""
+        """Add up to ``count`` requests to ``run``; return False if no more exist."""
         began, stop = perf_counter(), len(run) + count
         try:
             for request in islice(self._requests, count):
@@ -222,7 +222,7 @@ class AheadFeed(Feed):
     # -- results ------------------------------------------------------------------
 
     def _take(self) -> Any:
-        """Return the next batch if it is ready, or ``NOTHING``; raise its error."""
+        """Return the next batch, or ``NOTHING`` if not ready; raise a batch's error."""
         if self.pipeline.runner.is_foreign():
             raise RuntimeError(
                 "an iterator does not survive a fork; make a new one in the child"
@@ -250,7 +250,7 @@ class AheadFeed(Feed):
             return NOTHING
 
     def _pop(self) -> tuple[int, BatchResult] | None:
-        """Return the next result and its number; None if not ready, or if closed."""
+        """Return the next number and result, or None if not ready or closed."""
         try:
             item: tuple[int, BatchResult] | None = self._results.pop_nowait()
         except BaseException as error:
@@ -263,7 +263,7 @@ class AheadFeed(Feed):
         return item
 
     def _abort(self) -> None:
-        """End early, because a request or a result was lost; later steps raise."""
+        """End early, because a request or result was lost; later steps raise."""
         self._is_exhausted = self._is_aborted = True
         self.dismiss()
         self._was_interrupted = True
@@ -287,7 +287,7 @@ class AheadFeed(Feed):
         self.counters.in_flight = len(self._in_flight)
 
     def _end(self) -> None:
-        """End, unless a subclass refuses: every request has been answered."""
+        """Finish after the last result, if the feed was aborted or may end."""
         if self._is_aborted or self._may_end():
             self.is_finished = True
             self._results.finish()  # other consumers may be waiting
@@ -298,7 +298,7 @@ class AheadFeed(Feed):
     # -- the end ------------------------------------------------------------------
 
     def _finish(self) -> None:
-        """Mark the epoch as over, unless the iteration ended early."""
+        """Mark the epoch as over if all of it was delivered; raise if interrupted."""
         self._check()
         if self._is_exhausted and not (self._in_flight or self._is_aborted):
             self._progress.is_over = True
@@ -355,7 +355,7 @@ class AheadFeed(Feed):
     # -- timeouts -----------------------------------------------------------------
 
     def _time_out(self, waited: float) -> None:
-        """Replace the worker that delays the batch, if allowed; else raise."""
+        """Replace the worker that delays the batch, or raise ``BatchTimeoutError``."""
         pipeline, pool = self.pipeline, self.pipeline.pool
         number = next(iter(self._in_flight), self._next)
         # If batches come unordered, the oldest task counts as the awaited one.
@@ -392,7 +392,7 @@ def _stop_at_exit(error: BaseException) -> None:
 
 
 def _progress(pipeline: Pipeline, task: BatchTask) -> list[str]:
-    """Return lines of text: a batch's stage, and the stack of the thread that makes it.
+    """Return lines that say where a batch is, with the stack of the code that makes it.
 
     A worker process may need a second to send its stack.
     """

@@ -14,14 +14,14 @@ from aioloader._base.records import bytes_of
 
 _log = logging.getLogger("aioloader")
 
-# Least speed-up that keeps a new value: after doubling it, and after another change.
+# Least speed-ups for which a new value is kept: if it was doubled, and otherwise.
 _MIN_GAIN_DOUBLED = 0.1
 _MIN_GAIN = 0.05
 # A consumer that waits for a smaller share of the time counts as not waiting.
 _MIN_WAITED = 0.02
-# The value is halved if the share of failed reads exceeds the usual one by this.
+# The value is halved if the share of failed reads exceeds the usual share by this.
 _MIN_FAILURES = 0.01
-# Pauses between two trials, in observations: the first, and the longest.
+# The first and the longest pause between two trials, in observations.
 _FIRST_PAUSE = 8
 _MAX_PAUSE = 256
 
@@ -53,7 +53,7 @@ class _Trial(NamedTuple):
 
 
 class Controller:
-    """A number tuned within bounds; its methods return decisions as log lines."""
+    """A controller of one bounded number; its methods return decisions as log lines."""
 
     def __init__(self, name: str, start: int, least: int, most: int) -> None:
         self.name = name
@@ -73,7 +73,7 @@ class Controller:
         return self._trial is not None
 
     def limit(self, most: int, reason: str) -> str | None:
-        """Set the maximum, and lower a greater value to it."""
+        """Set the maximum; if the value is greater, lower the value to the maximum."""
         self.most = max(self.least, most)
         if self.value <= self.most:
             return None
@@ -117,7 +117,7 @@ class Controller:
         return self._set(after, f"{why}; more is tried")
 
     def _judge_more(self, trial: _Trial, seen: Observation) -> str | None:
-        """Keep a greater value if it is faster, or if the consumer waits no more."""
+        """Keep a greater value if it is faster, or if the consumer no longer waits."""
         if seen.waited < _MIN_WAITED:
             return self._stay()
         gain = seen.gain(trial.seen)
@@ -203,7 +203,7 @@ class BytesInFlight:
         self._sizes: deque[int] = deque(maxlen=_KEPT_SIZES)
 
     def note(self, batch: Any) -> None:
-        """Count a delivered batch; measure the first ones, then one in several."""
+        """Count a delivered batch; measure the first ones, then every fourth."""
         if self._seen < _MEASURED_FIRST or self._seen % _MEASURED_EVERY == 0:
             self._sizes.append(max(1, bytes_of(batch)))
             self.greatest = max(self._sizes)

@@ -30,7 +30,7 @@ def run_now(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 def user_error(error: BaseException, source: str) -> BaseException:
-    """Return the error to report for ``error``; re-raise one that ends this task."""
+    """Return the error to report for ``error``; re-raise it if it ends this task."""
     if ends_task(error):
         raise error
     return raisable(error, source)
@@ -101,7 +101,7 @@ class SideLoop:
         return result
 
     def close(self) -> None:
-        """Cancel every wait, and end the thread, if any; safe in finalizers."""
+        """Cancel all waits; end the loop if it was started here. Safe in finalizers."""
         with self._lock:
             self.is_closed = True
             for future in list(self._pending):

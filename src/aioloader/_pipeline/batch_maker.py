@@ -69,7 +69,7 @@ Pause: TypeAlias = Callable[[float], object]
 def _keys_of_reader(
     keys: SampleKeys, rank: int, reader: int, readers: int, number: int, whole: int
 ) -> tuple[int, tuple[int, int, int] | None]:
-    """Return the seeding keys of a reader's batch; ``whole``: its size on all ranks."""
+    """Return a reader's seeding keys for a batch of ``whole`` samples on all ranks."""
     number = number * readers + reader
     return keys(number, number * whole + rank)
 
@@ -80,7 +80,7 @@ class Recipe:
 
     dataset: Any  # None in workers that do not read
     transform: Callable[[Any], Any] | None
-    collate_fn: Callable[[Any], Any]  # of samples, or of one if not ``batched``
+    collate_fn: Callable[[Any], Any]  # takes samples, or one if not ``batched``
     batched: bool
     drop_last: bool
     reads: bool = True  # whether samples are read; else they come with the task
@@ -190,7 +190,7 @@ class BatchMaker(Recipe):
         return task
 
     def reader_keys(self, reader: int = 0, readers: int = 1) -> SampleKeys | None:
-        """Return ``SampleKeys`` for one reader's batch numbers; None: no seeding."""
+        """Return ``SampleKeys`` for one reader's batches; None if nothing is seeded."""
         if self.keys is None:
             return None
         return partial(_keys_of_reader, self.keys, self.part.rank, reader, readers)
@@ -212,10 +212,10 @@ class BatchMaker(Recipe):
 
         Args:
             task: The batch to make.
-            read: Reads its samples: this maker's ``read`` or a stream's ``pull``. None
-                if ``task`` has its samples.
+            read: Reads the samples (this maker's ``read`` or a stream's ``pull``). None
+                if ``task`` contains the samples.
             enter: Called with the name of each stage after the read.
-            seeded: Whether to seed generators, because user code runs.
+            seeded: Whether to seed the generators for user code that runs here.
         """
         clocks = thread_clocks(task.number, self.last_seconds)
         outer = UNDER_WAY.get()
@@ -246,7 +246,7 @@ class BatchMaker(Recipe):
     def fetch(
         self, task: BatchTask, read: Callable[[BatchTask], object]
     ) -> BatchResult | None:
-        """Read a batch's samples in this thread; return its result if it is known."""
+        """Read a batch's samples in this thread; return a result if no step is left."""
         outer = UNDER_WAY.get()
         try:
             UNDER_WAY.set(self)
@@ -259,7 +259,7 @@ class BatchMaker(Recipe):
         return task.result
 
     def read(self, task: BatchTask, pause: Pause = time.sleep) -> None:
-        """Read the samples of ``task`` by plain code; ``pause`` sleeps in between."""
+        """Read the samples of ``task`` by plain code; ``pause`` precedes each retry."""
         task.began = perf_counter()
         self.policy.begin(len(task.indices))
         if self.initial_states:
@@ -351,7 +351,7 @@ class BatchMaker(Recipe):
         return collates_quickly(self.collate_fn, samples)
 
     def _kept_samples(self, task: BatchTask) -> Any:
-        """Begin to collate: return the samples not skipped, or ``SKIP`` if none."""
+        """Begin to collate; return the samples not skipped, or ``SKIP`` if none."""
         task.stage, task.transformed = "collate", perf_counter()
         samples, is_empty = task.samples, False
         if type(samples) is list and (self.policy.count or not self.reads):
@@ -400,7 +400,7 @@ class BatchMaker(Recipe):
             task: The batch. Fetchers start its samples before those of later batches.
             fetchers: The pool that runs the coroutines of its samples.
             call: Awaits plain code that runs in a thread.
-            read: Reads its samples there if plain code does; None: ``task`` has them.
+            read: Reads the samples by plain code; None if ``task`` contains them.
 
         Returns:
             The result, which may be an error; None if ``make`` must do the rest.
@@ -426,7 +426,7 @@ class BatchMaker(Recipe):
             return BatchResult(error=error)
 
     async def _aread(self, task: BatchTask, fetchers: "FetcherPool") -> bool:
-        """Read the samples of ``task``; return whether ``_fetch`` read each one."""
+        """Read the samples of ``task``; return False if one call read them all."""
         self.policy.begin(len(task.indices))
         if self.initial_states:
             self._load_initial_state(task)
@@ -500,9 +500,9 @@ class BatchMaker(Recipe):
     ) -> Any:
         """Read a sample, retrying as ``retry`` says; return it or its replacement.
 
-        ``error``: the first attempt's, if the caller has made it. Position -1 reads the
-        whole batch with ``__getitems__``; it returns ``MISSING`` if each sample must be
-        read separately, so that the policy can skip some.
+        ``error``: the first attempt's error, if the caller made that attempt. Position
+        -1 reads the whole batch with ``__getitems__``; ``MISSING`` is returned if each
+        sample must be read separately, so that the policy can skip some.
         """
         delays: Iterator[float] = iter(self.retry.delays() if self.retry else ())
         key = object()
@@ -572,7 +572,7 @@ class BatchMaker(Recipe):
     def resolve(
         self, stage: str, task: BatchTask, position: int, error: BaseException
     ) -> Any:
-        """Apply the policy to a failed sample: return its replacement, or raise."""
+        """Apply the policy to a failure: return a replacement or ``SKIP``, or raise."""
         if self.side_loop.is_closed:
             raise error  # the iteration is over
         failure = Failure(

@@ -1,4 +1,4 @@
-"""The unit of work: one batch on its way from indices to tensors."""
+"""The task of making one batch from indices, and the batch's result."""
 
 import sys
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ _NO_TIMES = RunTimes()
 
 @dataclass(eq=False, repr=False)
 class BatchResult:
-    """The result of one request: a batch, an error, nothing, or the end."""
+    """The result of one request: a batch, an error, no batch, or the stream's end."""
 
     batch: Any = None
     error: BaseException | None = None
@@ -26,7 +26,7 @@ class BatchResult:
     # These stay class attributes until they are set: the constructor is quicker.
     attempted: int = field(default=0, init=False)  # samples that a worker tried
     failures: Sequence[Any] = field(default=(), init=False)  # skipped, or replaced
-    retries: int = field(default=0, init=False)  # of a worker, since its last result
+    retries: int = field(default=0, init=False)  # by a worker, since its last result
     # Of a stateful map-style dataset: the worker whose copy was read (0 for this
     # process), and the state of that copy after the batch.
     dataset: tuple[int, Any] | None = field(default=None, init=False)
@@ -37,7 +37,7 @@ class BatchResult:
 
 @dataclass(eq=False, repr=False)
 class BatchTask:
-    """One batch being made; owned by the stage that works on it."""
+    """One batch being made; the stage that works on it owns this object."""
 
     number: int  # position in the epoch, from 0
     indices: Sequence[Any]  # from the sampler; for a stream, positions
@@ -46,8 +46,8 @@ class BatchTask:
     # sample in the epoch, and the step to the next.
     sample_keys: tuple[int, int, int] | None = None
     padding: int = 0  # how many of its samples, the last ones, are padding
-    # Samples so far, with ``MISSING`` where one is still being read; or the result of
-    # ``__getitems__``, of any type.
+    # The samples, with ``MISSING`` for those still being read, or what ``__getitems__``
+    # has returned, of any type.
     samples: Any = field(default_factory=list)
     # Class attributes until set. The stage: "fetch", "transform", "collate", "pool".
     stage: str = field(default="fetch", init=False)
@@ -88,9 +88,9 @@ def stage_note(stage: str, epoch: int, batch: int, indices: Any) -> str:
 
 @dataclass(eq=False, repr=False)
 class Window:
-    """The limits on the batches in flight of one iteration."""
+    """Limits on how many batches one iteration has in flight."""
 
-    batches: int  # with ``samples``, in addition to those for them
+    batches: int  # if ``samples`` is set, in addition to the batches for them
     samples: int = 0  # to have in flight, in batches of any size; 0: count batches
     is_lazy: bool = False  # whether a batch only starts while its consumer waits for it
     runs: bool = False  # whether fast batches are requested in runs (``RUN_SECONDS``)

@@ -1,4 +1,4 @@
-"""Equal numbers of batches on all ranks, for streams of unknown length.
+"""Deliver equally many batches on all ranks, for streams of unknown length.
 
 With ``tail="drop"``, ``EvenedQueue`` delivers a batch once all ranks have it. Otherwise
 it delivers at once, and ``EvenedFeed`` repeats batches until the last rank ends.
@@ -13,7 +13,7 @@ from aioloader._pipeline.batch_task import BatchResult
 from aioloader._pipeline.ready import ReadyQueue
 from aioloader.errors import BatchTimeoutError
 
-# The number of an empty result that only wakes the consumer.
+# The batch number of an empty result that only wakes the consumer.
 _NEWS: Final = -1
 
 
@@ -39,7 +39,7 @@ class EvenedQueue(ReadyQueue):
         self._errors: list[Exception] = []  # of rounds; raised when counts are needed
         self._has_news = False  # the consumer must check the end again
         self._repeats = False
-        self._empty_repeats = 0  # repeated requests in a row that found no samples
+        self._empty_repeats = 0  # how many repeated requests in a row found no samples
         super().__init__(**options)
 
     def _is_true(self) -> bool:
@@ -47,7 +47,7 @@ class EvenedQueue(ReadyQueue):
         return bool(self._is_over or self._has_news or self._may_pass() or may_fail)
 
     def _may_pass(self) -> bool:
-        """Tell whether the next item is here and may be delivered."""
+        """Tell whether the next result has arrived and may be delivered."""
         if not self._items or self.end.is_over():
             return False
         return self.end.may_pass() or not self._is_batch(*self._items[0])
@@ -67,7 +67,7 @@ class EvenedQueue(ReadyQueue):
             self.rounds.note()
 
     def repeat(self, first: int) -> None:
-        """Expect repeated batches from ``first`` on. No request may be in flight."""
+        """Expect repeats from number ``first`` on; no request may be in flight."""
         self._next, self._repeats = first, True
 
     def put(self, number: int, result: BatchResult, *, wakes: bool = True) -> None:
@@ -84,7 +84,7 @@ class EvenedQueue(ReadyQueue):
                 self._wake_consumer()
 
     def pop_nowait(self) -> tuple[int, BatchResult] | None:
-        """Take the next item that may be delivered, or ``_NEWS``; None: nothing yet."""
+        """Return the next item to deliver, or a ``_NEWS`` item, or None if neither."""
         end = self.end
         if not self._items:
             self.collect()

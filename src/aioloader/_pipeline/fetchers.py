@@ -1,6 +1,6 @@
-"""Fetchers: long-lived tasks on a loop that read samples, batch by batch.
+"""Fetchers, which are long-lived tasks on an event loop that read samples.
 
-Samples of several batches may be in flight: an idle fetcher takes the next sample of
+Samples of several batches may be in flight. An idle fetcher takes the next sample of
 the earliest batch that has one. A task per sample would cost ten times as much.
 """
 
@@ -22,7 +22,7 @@ _TIMED_EVERY = 8
 # Jobs that start while at most one in ``_FEW`` fetchers is busy are timed, too, up to
 # ``_MAX_ALONE`` of them.
 _FEW, _MAX_ALONE = 8, 64
-RESERVE = 64  # idle fetchers to keep: others would soon be started in their place
+RESERVE = 64  # idle fetchers to keep, since others would soon be started instead
 FetchJob: TypeAlias = Callable[[BatchTask, int], Awaitable[Any]]
 # Maps a job's start time, and whether all fetchers are busy, to the new pool size.
 Tune: TypeAlias = Callable[[float, bool], int]
@@ -45,13 +45,13 @@ class FetchJobs:
 
 
 class FetcherPool:
-    """Tasks that run jobs on the running loop, at most ``size`` at a time.
+    """A pool of tasks that run up to ``size`` jobs at a time on the running loop.
 
     Fetchers start on demand. After each job, ``tune`` returns the new ``size``.
     """
 
     def __init__(self, size: int, tune: Tune | None = None) -> None:
-        self.reserve = RESERVE  # how many idle fetchers are kept; the others end
+        self.reserve = RESERVE  # how many idle fetchers are kept; surplus ones end
         self._loop = asyncio.get_running_loop()
         # Copied here: a batch may be submitted in another library's context.
         self._context = contextvars.copy_context()
@@ -166,7 +166,7 @@ class FetcherPool:
     def _record(
         self, jobs: FetchJobs, position: int, seconds: float, *, is_alone: bool
     ) -> None:
-        """Record a job's seconds; assume as many for the untimed jobs after it."""
+        """Record a job's seconds; assume the same for each untimed job after it."""
         if not position % _TIMED_EVERY:
             jobs.busy += seconds * min(_TIMED_EVERY, jobs.count - position)
         if is_alone:

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 
 class InlineFeed(Feed):
-    """A feed that makes each batch in the caller's thread; user code is plain.
+    """A feed that makes each batch in the caller's thread, for plain user code.
 
-    The feed owns a lease on ``runner``, if any, which enters the lifespan.
+    The feed owns a lease on ``runner`` (if given), which enters the lifespan.
     """
 
     def __init__(self, epoch: Epoch, maker: BatchMaker, runner: Runner | None) -> None:
@@ -73,7 +73,7 @@ class InlineFeed(Feed):
 
 
 class GatherFeed(Feed):
-    """A feed that gathers rows of strided CPU tensors, quickly enough for a loop."""
+    """A feed that gathers rows of strided CPU tensors, fast enough for event loops."""
 
     _as_lists = False
 

@@ -51,7 +51,7 @@ class BatchIterator(OneIteration, Generic[Batch]):
     not end the iteration.
 
     Args:
-        core: Takes the steps; its frames do not hold the iterator.
+        core: Performs the steps; its frames do not hold the iterator.
         length: Returns the number of batches of an epoch.
         base_seed: The epoch's seed; None if it is not drawn yet.
         is_async: Whether ``aiter`` made the iterator. A plain one may run user code in
@@ -176,7 +176,7 @@ class IteratorCore:
         self._turns = (None, asyncio.Lock(), [])
 
     def next(self) -> Any:
-        """Return the next batch; without ``check``, later calls go to the feed."""
+        """Return the next batch; ``begin`` may replace this method by the feed's."""
         try:
             feed = self.feed or self.begin()
             if feed is None:
@@ -225,7 +225,7 @@ class IteratorCore:
             queue.pop()
 
     def begin(self) -> "Feed | None":
-        """Return the feed, which the first call makes; None if closed before."""
+        """Return the feed, made by the first call; None if ``end`` came first."""
         with self._lock:
             prepare = self.prepare
             if self.feed is None and prepare is not None:
@@ -251,7 +251,7 @@ class IteratorCore:
         return self.prepared
 
     def end(self) -> "Feed | None":
-        """Prevent a later start; return the feed to close, or None."""
+        """Prevent a later start; return the feed to close, or None if there is none."""
         self.prepare, self.is_held = None, False
         return self.prepared or self.feed
 
@@ -263,7 +263,7 @@ class IteratorCore:
 
 
 def length_check(loader: Any) -> Callable[[int], None]:
-    """Return torch's check: warn if a stream delivers more than its length."""
+    """Return a check that warns, as torch does, if a stream exceeds its length."""
     expected = loader._IterableDataset_len_called  # noqa: SLF001  (torch's name)
     dataset, hint = loader.dataset, _HINT * bool(loader.num_workers)
 

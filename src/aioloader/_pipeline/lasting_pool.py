@@ -24,7 +24,7 @@ class LastingPool(Pool, ResultReader):
         """End the workers in the background; safe in any thread and finalizer."""
 
     def close(self) -> None:
-        """Release this process's resources; called when the handle is collected."""
+        """Release resources of this process; called when the handle is collected."""
         self.end()
 
 
@@ -72,7 +72,7 @@ class PoolHandle(Pool):
                     pool.end()
 
     def submit(self, pipeline: Pipeline, task: BatchTask) -> None:
-        """Drop a task: the workers failed to start, so the pipeline has failed."""
+        """Drop a task: no workers could be started, so the pipeline has failed."""
 
     def explain(self, task: BatchTask) -> str:  # noqa: ARG002  (a pool's)
         return "waits for the workers to start"

@@ -61,7 +61,7 @@ class Lifespan:
             raise _noted(error, "leaving")  # noqa: B904  (it keeps its cause)
 
     async def enter_async(self, thread: Executor) -> None:
-        """Enter on this loop, or in ``thread`` if manager and reads are plain."""
+        """Enter on this loop, or in ``thread`` if the manager and reads are plain."""
         make = self._make
         manager: Any = None
         try:
@@ -127,7 +127,7 @@ def check_lifespan(make: Any, dataset: Any, transform: Any, collate_fn: Any) -> 
 
     Raises:
         TypeError: If it is not a function that returns a context manager.
-        ValueError: If it returns an async one, but no event loop runs for it.
+        ValueError: If it returns an async one, but dataset and functions are plain.
     """
     # A context manager made by contextlib is callable, too: it is a decorator.
     decorators = contextlib.ContextDecorator, contextlib.AsyncContextDecorator

@@ -30,16 +30,16 @@ from aioloader._base.records import Counters, LoopLag
 
 # Seconds between two timers.
 _INTERVAL = 0.02
-# Seconds that a timer may be late on a loop that is not blocked: loop clocks are
-# coarse, and other threads take the GIL.
+# How many seconds late a timer may be on a loop that is not blocked, because loop
+# clocks are coarse and other threads take the GIL.
 _TOLERANCE = 0.006
 # The sampling thread starts after ``_SUSPICIOUS`` late timers within ``_WITHIN``
 # seconds in which the loop was not blocked (an import blocks a loop only once). It ends
 # after ``_CALM`` seconds without a late timer.
 _SUSPICIOUS, _WITHIN = 5, 2.0
 _CALM = 1.0
-# The thread's interval in seconds; how many samples it needs to name a coroutine; after
-# how many samples of a loop it ignores the loop, and for how many seconds.
+# The sampling interval in seconds; how many samples name a coroutine; after how many
+# samples of a loop the thread ignores the loop, and for how many seconds.
 _SAMPLE_EVERY = 0.003
 _MIN_SAMPLES = 5
 _MAX_SAMPLES, _PAUSE = 100, 10.0
@@ -60,7 +60,7 @@ class WatchCounts(NamedTuple):
 
     timers: int = 0  # how many timers were due, including missed ones
     late: int = 0  # how many of these were late
-    times: int = 0  # how many were late, without those missed meanwhile
+    times: int = 0  # how many late timers ran; excludes missed timers
     watched: float = 0.0  # seconds watched
     busy: float = 0.0  # seconds of these in which the loop's thread was ready to run
 
@@ -78,7 +78,7 @@ class LoopWatch:
         # thread waited for a processor or the GIL.
         self.samples: Counter[str] = Counter()
         self._lateness: deque[float] = deque(maxlen=_KEPT)
-        # When timers were late: by the clock, and in seconds without blocking.
+        # When timers were late, by the clock and in seconds without blocking.
         self._late_at = deque([(0.0, -math.inf)] * _SUSPICIOUS, maxlen=_SUSPICIOUS)
         self._unblocked = 0.0  # seconds in which the loop was not blocked
         self._readers: list[Counters] = []
@@ -108,7 +108,7 @@ class LoopWatch:
                 self._timer = None
 
     def lag(self, since: WatchCounts) -> LoopLag | None:
-        """Return the loop's lag since the counts ``since``; None: no timer was due."""
+        """Return the loop's lag since earlier counts; None if no timer was due."""
         counts = self.counts  # before lateness: the loop's thread may add to both
         timers, late, times, watched, busy = map(operator.sub, counts, since)
         if not timers:
@@ -131,7 +131,7 @@ class LoopWatch:
         return self._late_cpu > self._late_seconds / 5
 
     def is_suspect(self) -> bool:
-        """Tell whether the thread should sample what runs on the loop."""
+        """Tell whether the sampling thread should sample what runs on the loop."""
         now = time.monotonic()
         is_calm = now - self._late_at[-1][0] > _CALM
         return self._is_asked() and not is_calm and now >= self._ignored_until
@@ -207,7 +207,7 @@ def watch_of(loop: asyncio.AbstractEventLoop, *, is_callers: bool) -> LoopWatch:
 
 
 def _sample(watch: LoopWatch) -> None:
-    """Add a loop to those that the thread samples; start the thread if needed."""
+    """Have the thread sample this loop, too; start the thread if it is not running."""
     with _LOCK:
         # A forked child has a copy of the suspects, but not the thread.
         is_running = bool(_suspects) and all(thread.is_alive() for thread in _samplers)
@@ -220,7 +220,7 @@ def _sample(watch: LoopWatch) -> None:
 
 
 def _run() -> None:
-    """Sample the suspect loops, as the thread's target, until there are none."""
+    """Sample the suspect loops until there are none; the sampling thread runs this."""
     # The last sample, and the timers counted then. The same coroutine twice means one
     # long call, or many short ones between which the timer could not run.
     seen: dict[LoopWatch, tuple[CodeType, int]] = {}

@@ -1,4 +1,4 @@
-"""The pipeline of one iteration: it takes requests and makes batches on a runner.
+"""The pipeline of one iteration, which makes requested batches on a runner.
 
 Coroutines are awaited on the runner's loop, and plain code runs in its thread. Worker
 pools make whole batches, or transform and collate samples that were read here.
@@ -56,7 +56,7 @@ _WATCH_AFTER = 0.02
 
 
 class Pool(abc.ABC):
-    """Workers that make batches from indices, or from samples the pipeline read."""
+    """Workers that make batches from indices, or from samples read by the pipeline."""
 
     reads: bool  # whether workers read the samples, too
     has_result_reader: bool = False  # whether it is a ``ResultReader``
@@ -75,7 +75,7 @@ class Pool(abc.ABC):
 
     @abc.abstractmethod
     def explain(self, task: BatchTask) -> str:
-        """Return text on the worker that has ``task``, with its stack; may be slow."""
+        """Describe the worker that has ``task``, with its stack; may be slow."""
 
     def restart(self, task: BatchTask) -> bool:  # noqa: ARG002  (a default)
         """Replace the worker that has ``task``; return whether it was replaced."""
@@ -90,8 +90,8 @@ class Pool(abc.ABC):
 class Pipeline:
     """The stages that make one iteration's batches, on their runner.
 
-    It holds no reference to the iterator that feeds it, so that the iterator can be
-    collected; the iterator's finalizer then dismisses the pipeline.
+    The pipeline holds no reference to the iterator that feeds it. A dropped iterator is
+    therefore collected, and its finalizer dismisses the pipeline.
     """
 
     maker: BatchMaker
@@ -115,7 +115,7 @@ class Pipeline:
         # A worker's pipelines share the maker, whose side loop the next one replaces.
         self._side_loop: SideLoop = maker.side_loop
         self.stage: Any = None  # moves batches to the device: a ``Staged``
-        # Requested batches without a result, and when requested, by the task's id.
+        # Requested batches without a result, with their request times, by task id.
         self.under_way: dict[int, tuple[BatchTask, float]] = {}
         self.ended: Latch = Latch()
         self.exit_error: BaseException | None = None
@@ -165,12 +165,12 @@ class Pipeline:
             pool.open(self)
 
     def submit(self, tasks: Sequence[BatchTask]) -> None:
-        """Take a run of requests; results go to ``ready``, or to ``sink``."""
+        """Start to make a run of batches; results go to ``ready`` or ``sink``."""
         now = time.monotonic()
         for task in tasks:
             self.under_way[id(task)] = (task, now)
         if self.is_closing:
-            return  # the consumer's wait has ended
+            return  # the consumer no longer waits
         pool = self.pool
         if pool is not None and pool.reads:
             for task in tasks:
@@ -189,7 +189,7 @@ class Pipeline:
                     self.fail(LoaderClosedError(text))
 
     def read_ahead(self) -> None:
-        """End the first batch's head start: the consumer requests the second."""
+        """End the first batch's head start, as the consumer requests the second."""
         if self._timer is not None and self.runner.loop is not None:
             call_threadsafe(self.runner.loop, self._end_head_start)
 
@@ -251,7 +251,7 @@ class Pipeline:
                 self.runner.cpu.post(self._close_stream)
 
     def most_concurrency(self) -> int:
-        """Return the most samples that may be read at a time, even after tuning."""
+        """Return the maximum number of samples read at a time, even after tuning."""
         tuned = None if self.tuner is None else self.tuner.concurrency
         return self.maker.concurrency if tuned is None else tuned.most
 
@@ -275,7 +275,7 @@ class Pipeline:
         watching.enter_context(watch.reading(since, self.counters))
 
     def _report(self, error: BaseException) -> None:
-        """Have the consumer's close raise an error, or its next step if not closing."""
+        """Raise ``error`` in the consumer's next step, or in its close if closing."""
         if ends_task(error):
             raise error
         if self.is_closing:
@@ -388,7 +388,7 @@ class Pipeline:
             self._submit_to_pool(pool, task)
 
     def note_pace(self, seconds: float, count: int) -> None:
-        """Adapt the run size to a measurement: ``count`` batches in ``seconds``."""
+        """Adapt the run size after ``count`` batches were made in ``seconds``."""
         if count:
             before, now = self.pace.seconds, seconds / count
             is_less = now < before or not before  # a busy machine delays some
@@ -558,7 +558,7 @@ class Pipeline:
     def deliver(
         self, task: BatchTask, result: BatchResult, *, wakes: bool = True
     ) -> None:
-        """Deliver a task's result, from any thread; ``wakes``: for ``ready.put``."""
+        """Deliver a task's result, from any thread; ``wakes`` is for ``ready.put``."""
         if self.under_way.pop(id(task), None) is not None:
             if result.state is None:
                 result.state = task.state

@@ -47,7 +47,7 @@ YIELD_AFTER = 0.001
 
 
 class Feed(abc.ABC):
-    """A source of an epoch's batches; draws requests, and counts deliveries."""
+    """A source of one epoch's batches, which draws requests and counts deliveries."""
 
     _as_lists: bool = True  # whether requests have lists of indices
 
@@ -64,7 +64,7 @@ class Feed(abc.ABC):
         self._next = epoch.start.done  # the number of the next request
         self._yielded = 0.0  # when the consumer's task last yielded to other tasks
         self._drawing: Future[list[IndexBatch]] | None = None  # a request in a thread
-        # Of streams: batches that are not delivered again, and the order of readers.
+        # For streams: numbers of batches not delivered again, and the order of readers.
         self._dropped: frozenset[int] = epoch.dropped
         self._turns: ReaderTurns | None = epoch.turns
 
@@ -131,7 +131,7 @@ class Feed(abc.ABC):
             raise LoaderClosedError(text) from None
 
     def _deliver(self, batch: Any, state: Any, record: RecordTuple) -> None:
-        """Count and record a batch, and advance the progress."""
+        """Count and record a delivered batch, and advance the epoch's progress."""
         number = record[0]
         self.counters.batches += 1
         if is_clocked(number):

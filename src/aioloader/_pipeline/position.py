@@ -1,4 +1,4 @@
-"""The position of a stream: its own state, or how many samples were read from it.
+"""The position in a stream, by its own state or the number of samples read.
 
 The state follows torchdata's protocol: ``state_dict`` and ``load_state_dict`` of the
 iterator, of the dataset, or of both. To resume a stream without a state, the delivered
@@ -23,12 +23,12 @@ STATES = ("dataset", "iterator")
 
 
 class StateLoads:
-    """The states loaded into a dataset, to detect an epoch that wrongly resumes.
+    """A record of states loaded into a dataset, to detect epochs that wrongly resume.
 
     Hugging Face's datasets start every later epoch from the loaded state, too. Then the
     state after the first sample equals the resumed epoch's, or there is no sample
     although the dataset never reported the loaded state. The dataset's first state is
-    then loaded to complete the epoch. There is one object per dataset and process.
+    then loaded to complete the epoch. A process has one record per dataset.
     """
 
     _first: tuple[Any] | None = None  # the state before anything was read or loaded
@@ -68,7 +68,7 @@ class StateLoads:
         self._after_first = copy.deepcopy(dataset.state_dict())
 
     def correction(self, dataset: Any, *, is_empty: bool) -> StreamState:
-        """Return the state to load if an epoch wrongly resumed; else an empty dict.
+        """Return the state to load if an epoch wrongly resumed, or an empty dict.
 
         Called after the first sample, or at the end if the epoch ``is_empty``.
         """
@@ -127,7 +127,7 @@ class StreamPosition:
         self._read_at_state = self.read - self.to_skip
 
     def load_dataset(self) -> bool:
-        """Load the dataset's state, if needed; return whether one was loaded now."""
+        """Load the dataset's state, if needed; return whether this call loaded it."""
         loads, dataset = self._loads, self._dataset
         if not self.is_own and is_stateful(dataset):
             loads.save_first(dataset)
@@ -169,7 +169,7 @@ class StreamPosition:
         return bool(self._resume)
 
     def advance(self, count: int, position: StreamState) -> StreamState:
-        """Count ``count`` more samples of an aioloader stream; return its state."""
+        """Count ``count`` more samples as read; return the state at ``position``."""
         self.read += count
         self._latest, self._read_at_state = {"dataset": position}, self.read
         return {"read": self.read, "skip": 0, "dataset": position}

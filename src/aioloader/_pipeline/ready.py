@@ -52,7 +52,7 @@ class ReadyQueue(Waiters):
         self._error: BaseException | None = None
         self._is_over = False  # every wait ends
         self._is_closed = False
-        # Whether results come quickly, several in a run. A wake-up for each would cost
+        # Whether results come quickly, several in a run. A wake-up for each costs
         # more than making it, so a consumer naps until the run is announced, or briefly
         # if the next result of the run takes long.
         self.is_quick = False
@@ -92,12 +92,12 @@ class ReadyQueue(Waiters):
         self.finish()
 
     def finish(self) -> None:
-        """End every wait: there will be no more items."""
+        """End every wait, because there will be no more items."""
         self._is_over = True
         self.wake()
 
     def pop_nowait(self) -> tuple[int, BatchResult] | None:
-        """Return the next item, or None; once none is left, raise ``fail``'s error."""
+        """Return the next item, or None; without items, raise the error of ``fail``."""
         if self.result_reader is not None and not self._items:
             self.collect()
         try:

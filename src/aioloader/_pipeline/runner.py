@@ -1,4 +1,4 @@
-"""Runners of pipelines: the caller's thread, a private thread, or an event loop.
+"""Runners of pipelines, in the caller's thread, a private thread or an event loop.
 
 All iterations of a loader in the same place share one runner. It enters the dataset's
 lifespan before the first sample is read, and exits it when the last lease is returned.
@@ -39,7 +39,7 @@ from aioloader._pipeline.lifespan import Lifespan, MakeLifespan, reads_on_loop
 from aioloader.errors import LoaderClosedError
 from aioloader.protocols import own_datasets
 
-# Seconds that a close waits for user code that does not return.
+# For how many seconds a close waits for user code to return.
 GRACE = 10.0
 _NAME = "aioloader pipeline"  # of an iteration's task
 _LOOP_ENDED = "the event loop of the loader has ended; iterate again"
@@ -51,7 +51,7 @@ RunnerPlace: TypeAlias = (
 
 
 class RunnerTask(Protocol):
-    """What a runner uses of a ``Pipeline``, which owns a lease on the runner."""
+    """A ``Pipeline`` as its runner sees it; the pipeline owns a lease on the runner."""
 
     context: contextvars.Context
     ended: Latch  # set once the lease is returned
@@ -144,14 +144,14 @@ class Runner:
             self._run(self._end, pipeline, pipeline.ended)
 
     def release(self) -> Latch:
-        """Start to return a lease without a pipeline; the latch is set when done."""
+        """Start to return a lease that has no pipeline; the latch is set when done."""
         released = Latch()
         if not self.is_foreign():
             self._run(self._return_lease, None, released)
         return released
 
     def failure(self) -> BaseException | None:
-        """Wait until the lifespan was entered; return its error, if any."""
+        """Wait until the lifespan is entered or fails; return its error, if any."""
         if self.lifespan is not None:
             self.opened.wait()
         return self._error
@@ -163,7 +163,7 @@ class Runner:
         return 0.0 if self.is_stuck else GRACE
 
     def is_lost(self) -> bool:
-        """Tell whether the thread or loop has stopped: a wait would never end."""
+        """Tell whether the thread or loop has stopped, so that a wait would not end."""
         return self.is_foreign()
 
     def force_return(self, returned: Latch, pipeline: RunnerTask | None) -> None:
@@ -223,7 +223,7 @@ class Runner:
         self.cpu.stop(self.closed.set)
 
     def _fail_all(self, error: BaseException, *, is_known: bool = False) -> None:
-        """Fail present and later pipelines; ``is_known``: also raised elsewhere."""
+        """Fail pipelines now and later; ``is_known``: ``error`` is raised elsewhere."""
         with self._lock:
             pipelines = list(self._pipelines)
             is_known = is_known or bool(pipelines)
@@ -234,7 +234,7 @@ class Runner:
             pipeline.fail(error)
 
     def _drop_lease(self, pipeline: RunnerTask | None) -> bool:
-        """Drop a lease, a pipeline's at most once; return whether none is left."""
+        """Drop a lease (a pipeline's only once); return whether none is left."""
         with self._lock:
             self._leases -= pipeline is None or pipeline in self._pipelines
             if pipeline is not None:
@@ -283,7 +283,7 @@ class CallerRunner(Runner):
 
 
 class LoopRunner(Runner):
-    """A runner on an event loop: its own in a private thread, or the caller's.
+    """A runner on the caller's event loop, or on its own loop in a private thread.
 
     Each pipeline is a task. A separate task enters and exits the lifespan.
     """
@@ -335,7 +335,7 @@ class LoopRunner(Runner):
             start_thread(self._own_thread)
 
     def allow(self, concurrency: int) -> None:
-        """Allow a private loop's default executor ``concurrency`` threads or more."""
+        """Raise the thread limit of a private loop's executor to ``concurrency``."""
         most = max(self._threads._max_workers, concurrency)  # noqa: SLF001
         self._threads._max_workers = most  # noqa: SLF001  (they start on demand)
 
@@ -456,7 +456,7 @@ class LoopRunner(Runner):
         self._return_lease(pipeline, pipeline.ended)
 
     def _end(self, pipeline: RunnerTask, ended: Latch) -> None:
-        """End a pipeline; the lease is returned by its task, if that has started."""
+        """End a pipeline; its task, if it has started, returns the lease."""
         pipeline.end()
         if pipeline in self._waiting:  # it has not started
             self._waiting.remove(pipeline)
@@ -513,7 +513,7 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
 
 
 class Runners:
-    """A loader's runners: one per place, made on demand, kept while it is entered."""
+    """A loader's runners, one per place; an entered loader keeps them open."""
 
     def __init__(self, dataset: Any, lifespan: MakeLifespan | None = None) -> None:
         self._dataset = dataset
@@ -598,7 +598,7 @@ class Runners:
 
 
 def _release_all(kept: list[Runner]) -> None:
-    """Warn of a loader that was entered and never closed; release its runners."""
+    """Warn about a loader that was entered and never closed; release its runners."""
     if kept:
         warnings.warn(
             "a DataLoader was entered and never closed: call its close()",
@@ -615,7 +615,7 @@ def _release_all(kept: list[Runner]) -> None:
 def wait_released(
     runner: Runner, returned: Latch, pipeline: RunnerTask | None = None
 ) -> None:
-    """Wait for a lease's return, and for ``runner``'s end if it was the last.
+    """Wait for a lease's return, and for ``runner``'s end if the lease was the last.
 
     Each wait has a timeout. The pipeline's workers and stages are joined. Errors from
     closing the dataset or its iterator are raised.
@@ -668,7 +668,7 @@ async def _wait_async(
 
 
 def _warn_stuck(runner: Runner) -> None:
-    """Warn that user code has not returned; only once until the next lease."""
+    """Warn once, until the next lease, that user code has not returned."""
     if runner.is_stuck:
         return
     runner.is_stuck = True
@@ -681,7 +681,7 @@ def _warn_stuck(runner: Runner) -> None:
 
 
 def _raise_exit_errors(runner: Runner, pipeline: RunnerTask | None) -> None:
-    """Raise the error, if any, with which the pipeline or runner closed; once."""
+    """Raise the error, if any, with which the pipeline or runner closed, only once."""
     for holder in (pipeline, runner):
         if holder is not None:
             error, holder.exit_error = holder.exit_error, None

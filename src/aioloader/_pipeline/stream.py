@@ -1,6 +1,6 @@
-"""The reader of an iterable dataset: a stream, read in blocks and cut into batches.
+"""Read a stream (an iterable dataset) in blocks, and cut the blocks into batches.
 
-A plain iterable is read in a thread, an async one on the loop. The code is the same; it
+A plain iterable is read in a thread, an async one on the loop, by the same code, which
 never suspends for a plain iterable. Several ranks may read the same stream; each keeps
 only its samples. After the stream's end, every request reports the end at once.
 """
@@ -96,7 +96,7 @@ class StreamBatcher:
         return None if self._has_ended or self._unread or task.again else source
 
     def _fill(self, task: BatchTask, block: Block) -> None:
-        """Give ``task`` its samples: a full batch, without a failed sample."""
+        """Give ``task`` the samples of a full batch, in which none has failed."""
         self._has_samples = True
         self.maker.policy.begin(len(block))
         is_ready = self._takes_columns or isinstance(block, list)
@@ -215,7 +215,7 @@ class StreamBatcher:
     ) -> "_BlockSource":
         """Open an iterator where this epoch starts or resumes; return its source.
 
-        ``rng_state``: torch's generator is then set to it. Unless ``is_sure``, the
+        If given, ``rng_state`` is then set in torch. Unless ``is_sure``, the
         first sample is checked. If it reveals that the dataset started from a wrong
         state, the dataset is opened again.
         """
@@ -360,9 +360,9 @@ class StreamBatcher:
             task.result = BatchResult(is_empty=True)
 
     def _check_end(self) -> None:
-        """Raise an error if every sample has failed, or a resumed epoch is empty.
+        """Raise an error if every sample has failed, or if a resumed epoch is empty.
 
-        If other readers have parts of the stream, a single error is tolerated.
+        If other readers share the stream, a single failed sample is tolerated.
         """
         errors, self._skipped_errors = self._skipped_errors, []
         may_fail = len(errors) == 1 and self._is_part()
@@ -384,7 +384,7 @@ class StreamBatcher:
         return is_rank or (worker is not None and worker.num_workers > 1)
 
     def _share_tail(self, task: BatchTask, read: int) -> None:
-        """Cut or pad this rank's part of the last batch, by ``tail``."""
+        """Cut or pad this rank's part of the last batch, as ``tail`` says."""
         mine, padding = self.maker.part.share(read)
         del task.samples[mine:]
         latest = self._latest_mine
@@ -397,7 +397,7 @@ class StreamBatcher:
 
 
 class _BlockSource:
-    """A source of blocks: a plain, async or aioloader stream's iterator.
+    """A source of sample blocks, from a plain, async or aioloader iterator.
 
     Reading a plain iterator never suspends.
     """
@@ -430,12 +430,12 @@ class _BlockSource:
         self._has_repeated = repeats_from is not None  # any sample since ``_start``
 
     def take(self, size: int, most: int) -> Iterable[tuple[Block, StreamState]]:
-        """Return blocks from ``BlockIterator.take``; none for a user's iterator."""
+        """Return blocks from an aioloader stream's ``take`` unless ``rest`` is left."""
         has_blocks = self.is_own and self.rest is None
         return self._iterator.take(size, most) if has_blocks else ()
 
     async def take_async(self, count: int) -> Block | None:
-        """Return ``count`` samples; None if fewer come or one fails: call ``read``."""
+        """Return exactly ``count`` samples, or None if the caller must use ``read``."""
         if self.rest is not None:
             return None
         block, has_ended = await self._pull(min(count, self._max_block), 0)
@@ -490,7 +490,7 @@ class _BlockSource:
     async def repeat(self, count: int) -> Block:
         """Return ``count`` samples, read again from an aioloader stream's beginning.
 
-        After its end, start over. Leave out failed samples; if all fail, return fewer.
+        At its end, start over. Leave out failed samples. If all fail, return fewer.
         """
         parts: list[Block] = []
         while count:
@@ -513,7 +513,7 @@ class _BlockSource:
         return join(parts)
 
     def repeat_state(self) -> StreamState:
-        """Return the part of a stream's state from which ``repeat`` continues."""
+        """Return the entry of a stream's state from which ``repeat`` continues."""
         now = self._start if self._repeated is None else self._repeated.position()
         return {} if now is None else {"again": now}
 

@@ -20,7 +20,7 @@ from aioloader._pipeline.batch_task import Window
 # many reads and seconds.
 _MIN_READS = 16
 _MIN_READ_SECONDS = 0.005
-# The same for twice as many batches as the window has.
+# Batches: over twice as many as the window has, but at least over these.
 _MIN_BATCHES = 8
 _MIN_BATCH_SECONDS = 0.02
 # Batches between two checks of the available memory.
@@ -37,7 +37,7 @@ class Tuning:
     observed: object = None  # the latest iteration whose speed was observed
 
     def controller(self, name: str, start: int, least: int, most: int) -> Controller:
-        """Return the controller of an argument, which the first call makes."""
+        """Return the controller of an argument; the first call makes it."""
         controller = self.controllers.get(name)
         if controller is None:
             controller = self.controllers[name] = Controller(name, start, least, most)
@@ -61,7 +61,7 @@ class Tuning:
     def observe_workers(
         self, controller: Controller, latest: Counters, deaths: int
     ) -> None:
-        """Observe an iteration's number of workers, once; ``deaths``: total so far."""
+        """Observe an iteration's speed once; ``deaths`` is the total so far."""
         died, self.deaths = deaths - self.deaths, deaths
         is_known, self.observed = self.observed is latest.iteration, latest.iteration
         records = latest.recorded()
@@ -94,12 +94,12 @@ class Tuner:
     """The tuner of one iteration, which measures and sets ``"auto"`` arguments."""
 
     tuning: Tuning
-    concurrency: Controller | None  # of samples read at a time
-    prefetch: Controller | None  # of batches requested ahead per reader
+    concurrency: Controller | None  # of the number of samples read at a time
+    prefetch: Controller | None  # of the number of batches requested ahead per reader
     given: int  # batches per reader in the window that an iteration starts with
-    readers: int  # how many have a window
+    readers: int  # how many readers the window is for
     batch_size: int
-    prefetch_bytes: int | None  # bytes that may be held; None: limited by memory
+    prefetch_bytes: int | None  # held by batches; None: limited by memory
     ready: Sized = ()  # the queue that the consumer takes batches from
 
     def __post_init__(self) -> None:
@@ -116,14 +116,14 @@ class Tuner:
         self._on_device = 0
 
     def note_read(self, began: float, *, failures: int, is_busy: bool) -> int:
-        """Record that a read has ended; return how many may be in flight.
+        """Record that a read has ended; return how many reads may be in flight.
 
         By Little's law, the throughput of a constant number of reads is that number
         divided by their mean latency, even if batches come in bursts.
 
         Args:
-            began: When it started, by ``time.perf_counter``.
-            failures: Reads that have failed so far.
+            began: When the read started, by ``time.perf_counter``.
+            failures: How many reads have failed so far.
             is_busy: Whether as many reads as allowed are in flight and more wait.
         """
         controller = self.concurrency
@@ -164,7 +164,7 @@ class Tuner:
         return self._fitted(window)
 
     def note_batch(self, batch: Any, window: Window, waited: float) -> Window:
-        """Record a result (``batch`` None: it had no batch); return the new window.
+        """Record a result, whose ``batch`` is None if empty; return the new window.
 
         ``waited``: seconds for which the consumer has waited in this iteration.
         """
@@ -189,7 +189,7 @@ class Tuner:
         return self._fitted(window)
 
     def _fitted(self, window: Window) -> Window:
-        """Return the window with the controllers' values, limited by held bytes."""
+        """Return the window with the controllers' values, limited by memory."""
         batches, samples, most = window.batches, window.samples, sys.maxsize
         prefetch, reading = self.prefetch, self.concurrency
         if self._held.greatest or self.prefetch_bytes is not None:
@@ -206,7 +206,7 @@ class Tuner:
         return replace(window, batches=batches, samples=samples, most=most)
 
     def _limit(self, most: int) -> None:
-        """Limit both controllers to the bytes that may be held: ``most`` batches."""
+        """Limit both controllers, so that no more than ``most`` batches are held."""
         concurrency, prefetch = self._bounds
         samples = self._held.most * self.batch_size // self._held.greatest
         self._max_concurrency = max(1, min(concurrency, samples))
@@ -216,7 +216,7 @@ class Tuner:
             self.prefetch.limit(fitting, reason)
 
     def _check_memory(self) -> None:
-        """Limit the held bytes to half of the memory that this process could use."""
+        """Limit held bytes to half the available memory, and to ``prefetch_bytes``."""
         left = memory_left() // 2
         given = self.prefetch_bytes
         self._held.most = left if given is None else min(left, given)

@@ -1,1 +1,1 @@
-"""Memory for batches and messages between processes, without torch and asyncio."""
+"""Batch memory and inter-process messages; imports neither torch nor asyncio."""

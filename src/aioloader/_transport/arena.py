@@ -1,9 +1,9 @@
-"""An arena: slots in shared memory into which a worker writes batches in place.
+"""The arena, shared memory with slots into which a worker writes batches in place.
 
 The worker writes to an anonymous memory file, which both processes map. The first page
-has a state byte per slot. The writer takes free slots; the reader frees a slot when the
-last view of its batch is dropped, by one store that is safe in any finalizer. Neither
-side waits: a writer without a free slot adds one.
+contains a state byte per slot. The writer takes free slots. The reader frees a slot
+when the last view of its batch is dropped, by a single store, safe in any finalizer.
+Neither side waits, because a writer without a free slot adds one.
 
 The first page also lists the batches that the worker is making (ticket, stage, start).
 The reader finds them there after the worker's death.
@@ -25,24 +25,24 @@ from aioloader._base.machine import memory_left
 from aioloader._transport.slots import LockableMap, Locker, Slot, rounded
 from aioloader.errors import BatchTooLargeError
 
-# The first page: a state per slot, then the table of batches in flight.
+# The first page contains a state per slot, then the table of batches in flight.
 _PAGE = mmap.PAGESIZE
 MAX_IN_FLIGHT, FIELDS = 32, 3
 _MAX_SLOTS = _PAGE - MAX_IN_FLIGHT * FIELDS * 8
-# Free; taken; free and page-locked, so that its pages must stay; too small, for the
-# reader to unlock.
+# Slot states: free; taken; free and page-locked (its pages must stay); too small and
+# page-locked (the reader unlocks it).
 _FREE, _TAKEN, _LOCKED, _RETIRED = range(4)
-# Free slots not needed for this many batches return their pages.
+# A free slot that was not needed for this many batches returns its pages.
 _IDLE_BATCHES = 64
-# Slots are added in segments of at most this many: a mapping costs a descriptor (before
-# Python 3.13), and unwritten pages cost nothing.
+# The maximum number of slots that are added and mapped together. A mapping costs a
+# descriptor (before Python 3.13), and unwritten pages cost nothing.
 _MAX_ADDED = 8
-# Slots of this size or more are added only if the machine has the memory.
+# Slots of this many bytes or more are added only if the machine has the memory.
 _MIN_CHECKED = 1 << 28
 
 
 class SlotRef(NamedTuple):
-    """A slot of an arena: its number, first byte in the file, and size in bytes."""
+    """A reference to an arena's slot: its number, first byte in the file, and size."""
 
     number: int
     start: int
@@ -67,7 +67,7 @@ class _SlotEntry:
     is_empty: bool = True
 
     def drop_pages(self) -> None:
-        """Return the pages to the kernel; the addresses stay valid."""
+        """Return the slot's pages to the kernel; its addresses stay valid."""
         if not self.is_empty:
             self.memory.madvise(mmap.MADV_REMOVE, self.offset, self.ref.size)
             self.is_empty = True
@@ -101,14 +101,14 @@ class Table:
         )
 
     def close(self) -> None:
-        """Close the descriptor; mappings and views stay valid. Idempotent."""
+        """Close the table's descriptor; mappings and views stay valid. Idempotent."""
         descriptor, self.descriptor = self.descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
 
 
 class _Side(Table):
-    """The base of both sides of an arena; creates its file if none is given."""
+    """The base class of an arena's sides; it creates the file unless one is given."""
 
     _locked: Container[int]  # the page-locked slots that this side knows of
 
@@ -127,12 +127,12 @@ class _Side(Table):
         self._cells = memoryview(self._states)[_MAX_SLOTS:].cast("q")
 
     def free(self, ref: SlotRef) -> None:
-        """Free a slot; called by the writer until it is sent, then by the reader."""
+        """Free a slot; the writer frees unsent slots, and the reader sent ones."""
         self._states[ref.number] = _LOCKED if ref.number in self._locked else _FREE
 
 
 class ArenaWriter(_Side):
-    """The worker's side of an arena: takes slots to fill, from any thread."""
+    """The worker's side of an arena; any thread may take slots to fill."""
 
     def __init__(self, descriptor: int | None = None) -> None:
         super().__init__(descriptor)
@@ -144,13 +144,13 @@ class ArenaWriter(_Side):
         self._lock = fork_safe(threading.Lock())
 
     def take(self, nbytes: int) -> tuple[SlotRef, Slot]:
-        """Take a slot of at least ``nbytes``, adding one if none is free.
+        """Return a slot of at least ``nbytes``: its reference, and a view to write to.
 
-        The view may be written until the reference is sent. The slot is not reused
-        while the view, or a ``memoryview`` of it, is alive.
+        Write before sending the reference; the view keeps the slot from being reused.
 
         Raises:
-            BatchTooLargeError: If the machine has no memory for it.
+            BatchTooLargeError: If there is no memory for a new slot.
+            MemoryError: If too many slots are in use.
         """
         with self._lock:
             self._clock += 1
@@ -187,7 +187,7 @@ class ArenaWriter(_Side):
         try:
             os.ftruncate(self.descriptor, self._end + count * size)
             memory = mmap.mmap(self.descriptor, count * size, offset=self._end)
-        except (OSError, OverflowError) as error:  # perhaps by a limit of the process
+        except (OSError, OverflowError) as error:  # perhaps a limit of the process
             raise _too_large(size, memory_left(), f" ({error})") from error
         for offset in range(0, count * size, size):
             ref = SlotRef(self._count, self._end, size)
@@ -197,7 +197,7 @@ class ArenaWriter(_Side):
         return self._slots[-count]
 
     def _drop_smaller(self, nbytes: int) -> None:
-        """Drop free slots that are too small because batches have grown."""
+        """Drop free slots smaller than ``nbytes``, because batches have grown."""
         for slot in self._slots[:]:
             if slot.ref.size < nbytes and self._is_free(slot):
                 self._slots.remove(slot)
@@ -214,7 +214,7 @@ class ArenaWriter(_Side):
 
 
 class ArenaReader(_Side):
-    """The loader's side of an arena: reads in place, and frees dropped batches."""
+    """The loader's side of an arena; it reads batches in place and frees slots."""
 
     def __init__(
         self, descriptor: int | None = None, *, locker: Locker | None = None
@@ -227,9 +227,9 @@ class ArenaReader(_Side):
         self.lent: set[int] = set()  # numbers of slots in use; for any thread
 
     def lease(self, ref: SlotRef, nbytes: int) -> Slot:
-        """Return the first ``nbytes`` of a slot that the writer sent.
+        """Return a view of the first ``nbytes`` of a slot that the writer sent.
 
-        The slot is freed with the last array, tensor or ``memoryview`` over them.
+        The slot is freed with the last array, tensor or ``memoryview`` of these bytes.
         """
         first, memory = self._segment_of(ref)
         if self._locker is not None and ref.number not in self._locked:
@@ -250,7 +250,7 @@ class ArenaReader(_Side):
                 memory.madvise(mmap.MADV_REMOVE, ref.start - first, ref.size)
 
     def _segment_of(self, ref: SlotRef) -> tuple[int, LockableMap]:
-        """Return a slot's segment: its first byte in the file, and its mapping."""
+        """Return the first byte and mapping of a slot's segment; map a new segment."""
         for first, memory in self._segments:
             if first <= ref.start and ref.start + ref.size <= first + len(memory):
                 return first, memory

@@ -1,8 +1,8 @@
-"""Frames between processes: whole messages on a private socket pair, with descriptors.
+"""Frames (whole messages) that processes exchange through a socket pair or a pipe.
 
-``SOCK_SEQPACKET`` preserves message boundaries, lets several readers share one end
-(each message goes to one of them), and reports the peer's end as an empty message after
-all of its messages.
+``SOCK_SEQPACKET`` sockets preserve message boundaries and can carry descriptors. If
+several readers share one end, each message goes to one of them. After the peer's last
+message, its end is reported as an empty message.
 """
 
 import array
@@ -16,12 +16,12 @@ from collections.abc import Sequence
 
 # A larger frame is written to a memory file, whose descriptor is sent.
 MAX_INLINE = 1 << 16
-# The most descriptors per frame; a large frame has one more, of its file.
+# The most descriptors per frame; a large frame has one more, for its memory file.
 MAX_DESCRIPTORS = 31
-# Room for frames that are not read yet; the kernel may grant less.
+# The send buffer's size, for frames not read yet; the kernel may grant less.
 _BUFFER_BYTES = 1 << 21
 _INLINE, _IN_FILE = b"\0", b"\1"
-# In a pipe, its length precedes a frame. The kernel keeps small writes whole, even if
+# In a pipe, a frame follows its length. The kernel keeps small writes whole, even if
 # several processes write or one is killed. One read may return several frames.
 _SIZE = struct.Struct("<H")
 if hasattr(socket, "MSG_CMSG_CLOEXEC"):  # Linux: elsewhere there are no channels
@@ -90,7 +90,7 @@ class Channel(socket.socket):
     def receive_frame(
         self, flags: int = 0
     ) -> tuple[bytes | memoryview, list[int]] | None:
-        """Return the next frame and its descriptors, now owned by the caller.
+        """Return the next frame and its descriptors, which the caller then owns.
 
         Return None if there is no frame yet and the call does not block.
 
@@ -118,7 +118,7 @@ class Channel(socket.socket):
             os.close(file)
 
     def pause(self, seconds: float | None) -> None:
-        """Sleep (None: forever); raise ``EOFError`` as soon as the peer is gone."""
+        """Sleep (forever if None); raise ``EOFError`` as soon as the peer is gone."""
         poll = select.poll()
         poll.register(self, 0)  # hanging up is reported in any case
         if poll.poll(None if seconds is None else seconds * 1000):
@@ -126,7 +126,7 @@ class Channel(socket.socket):
 
 
 def write_small(pipe: int, frame: bytes) -> bool:
-    """Write a small frame to a pipe with room; return whether it was written."""
+    """Write a frame to a pipe; return False if the frame is large or the pipe full."""
     with contextlib.suppress(BlockingIOError):
         if len(frame) + _SIZE.size <= select.PIPE_BUF:
             os.write(pipe, _SIZE.pack(len(frame)) + frame)
@@ -135,7 +135,7 @@ def write_small(pipe: int, frame: bytes) -> bool:
 
 
 def read_small(pipe: io.FileIO, rest: bytes) -> tuple[list[memoryview], bytes]:
-    """Read a pipe; return whole frames, and the ``rest`` for the next call."""
+    """Read a pipe; return whole frames, and the bytes for the next call's ``rest``."""
     rest += pipe.read(MAX_INLINE) or b""
     frames, view, used = list[memoryview](), memoryview(rest), 0
     while len(rest) >= (start := used + _SIZE.size):

@@ -38,8 +38,8 @@ def encode(
 ) -> tuple[bytes, Buffers]:
     """Return ``value`` as a header and the buffers it refers to.
 
-    It accepts all objects that a ``multiprocessing`` queue accepts. ``reducers`` are by
-    exact type. Buffers of less than ``min_bytes`` stay in the header.
+    Every object that a ``multiprocessing`` queue accepts can be encoded. ``reducers``
+    apply to exact types. Buffers smaller than ``min_bytes`` stay in the header.
     """
     known = ForkingPickler._extra_reducers  # type: ignore[attr-defined]  # noqa: SLF001  (torch's are there)
     try:
@@ -56,7 +56,7 @@ def encode(
 def encode_portable(
     value: Any, reducers: Reducers, min_bytes: int = MIN_BUFFER_BYTES
 ) -> tuple[bytes, Buffers]:
-    """Encode for any process; by value if the process may lack a needed module."""
+    """Encode ``value`` for any process, by value if the process may lack a module."""
     header, buffers = encode(value, reducers, min_bytes)
     if any(name.encode() in header for name in _modules_by_value()):
         return encode_by_value(value, reducers, min_bytes)
@@ -66,7 +66,7 @@ def encode_portable(
 def encode_by_value(
     value: Any, reducers: Reducers, min_bytes: int = MIN_BUFFER_BYTES
 ) -> tuple[bytes, Buffers]:
-    """Encode for a process with another ``__main__`` or without our modules."""
+    """Encode ``value`` with cloudpickle, for a process that may lack its modules."""
     import cloudpickle
 
     table = ChainMap(dict(reducers), _BY_VALUE, cloudpickle.Pickler.dispatch_table)
@@ -143,7 +143,7 @@ def _reduce_variable(variable: "contextvars.ContextVar[Any]") -> Any:
     return _reduce_global(make, variable)
 
 
-# Types that cloudpickle refuses or looks up by name; ``singledispatch`` has the last.
+# Types that cloudpickle refuses or looks up by name; ``singledispatch`` uses the last.
 _BY_VALUE: dict[type, Callable[[Any], Any]] = {
     functools._lru_cache_wrapper: _reduce_cached,  # noqa: SLF001  (it has no other name)
     functools.cached_property: _reduce_property,
@@ -184,7 +184,7 @@ def decode(header: bytes | memoryview, buffers: Sequence[Any] = ()) -> Any:
 def lay_out(
     raws: Sequence[memoryview], addresses: Sequence[int], end: int
 ) -> tuple[list[Extent], PendingCopies, int]:
-    """Assign places to buffers from byte ``end`` on; overlapping ones still overlap.
+    """Return positions for buffers from byte ``end`` on; shared memory stays shared.
 
     Tensors may be views of the same memory, such as the inputs and targets of a
     language model. Each byte is copied once, so that they share memory at the receiver,
@@ -192,15 +192,15 @@ def lay_out(
 
     Args:
         raws: The buffers, of shape ``(nbytes,)``.
-        addresses: The address of each; 0: a buffer that shares no memory.
-        end: The first free byte.
+        addresses: Each buffer's address, or 0 if the buffer shares no memory.
+        end: The first free byte of the destination.
 
     Returns:
-        The extent of each, the copies to do in this order, and the next free byte.
+        Each buffer's extent, the copies to do in this order, and the next free byte.
     """
     extents: list[Extent] = [(0, 0)] * len(raws)
     copies: PendingCopies = []
-    start = first = last = 0  # of a block of memory: place, first and last address
+    start = first = last = 0  # of shared memory: position, first and last address
     for k in sorted(range(len(raws)), key=addresses.__getitem__):
         raw, address, nbytes = raws[k], addresses[k], raws[k].nbytes
         if address < last:

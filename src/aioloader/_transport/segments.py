@@ -2,8 +2,8 @@
 
 The loader creates segments and sends one with a request. A segment is free again when
 the last view of its batch is dropped. A batch that fits into no segment travels by
-pipe, and the next segments are larger. Segments have no names (on Windows, only while
-they are mapped), so none is left, however the processes end.
+pipe, and the next segments are larger. Segments have no names (on Windows, a name lasts
+only while its segment is mapped), so none is left behind, however the processes end.
 """
 
 import collections
@@ -38,10 +38,10 @@ _CAN_SEND = sys.platform == "win32" or hasattr(socket, "CMSG_LEN")
 
 
 def new_segment(nbytes: int) -> tuple[LockableMap, Handle]:
-    """Return the mapping of a new segment, and its handle, which the caller owns.
+    """Return a new segment's mapping and handle; the caller owns the handle.
 
     Raises:
-        OSError: If there is no room, or no descriptor.
+        OSError: If memory or descriptors are exhausted.
     """
     if sys.platform == "win32":
         name = f"aioloader-{os.getpid()}-{next(_NAMES)}"
@@ -58,7 +58,7 @@ def new_segment(nbytes: int) -> tuple[LockableMap, Handle]:
 
 
 def attach(handle: Handle, nbytes: int) -> mmap.mmap:
-    """Map a segment of another process, and close its descriptor."""
+    """Map another process's segment, and close the handle if it is a descriptor."""
     if isinstance(handle, str):
         return mmap.mmap(-1, nbytes, tagname=handle)  # type: ignore[call-arg,unused-ignore]
     try:
@@ -82,7 +82,7 @@ def table_in(descriptor: int) -> memoryview:
 
 
 def _unnamed_memory() -> int:
-    """Return the descriptor of shared memory without a name."""
+    """Return the descriptor of new shared memory, which has no name."""
     with contextlib.suppress(AttributeError, OSError):
         return os.memfd_create("aioloader-segment")
     import _posixshmem  # type: ignore[import-not-found]
@@ -95,10 +95,10 @@ def _unnamed_memory() -> int:
 
 
 class Lender(Table):
-    """The loader's side: lends segments to one worker, and reads batches in place.
+    """The loader's side; it lends segments to one worker and reads batches in place.
 
-    Only one thread may call ``lend``. Only one at a time may call ``arrive`` and
-    ``lease``. Any thread may drop a batch. ``locker`` page-locks the segments.
+    Only one thread may call ``lend``. Only one thread at a time may call ``arrive``
+    and ``lease``. Any thread may drop a batch. ``locker`` page-locks the segments.
     """
 
     def __init__(self, locker: Locker | None = None) -> None:
@@ -117,10 +117,10 @@ class Lender(Table):
         self.lent: set[int] = set()  # as in ``ArenaReader``
 
     def lend(self, most: int) -> tuple[int, int, Handle | None] | None:
-        """Return a segment's number, size and handle; None if none is lent.
+        """Lend a segment; return its number, size and handle, or None if none is lent.
 
-        The caller owns the handle, which only a new segment has. The worker has at most
-        ``most`` segments of the needed size.
+        Only a new segment has a handle, which the caller then owns. The worker may hold
+        at most ``most`` segments of the needed size.
         """
         with self._lock:
             needed = self._needed
@@ -149,7 +149,7 @@ class Lender(Table):
         return number, size, handle
 
     def arrive(self, ref: SlotRef, used: int, frame: memoryview) -> None:
-        """Note that a batch of ``used`` bytes has come, in a slot or by pipe."""
+        """Record that a batch of ``used`` bytes has come, in a segment or by pipe."""
         with self._lock:
             if ref.number < PIPED:
                 self._at_worker.discard(ref.number)
@@ -159,7 +159,7 @@ class Lender(Table):
                     self._needed = max(used, int(_GROWTH * self._needed))
 
     def lease(self, ref: SlotRef, nbytes: int) -> Slot:
-        """Return a slot's first ``nbytes``; a piped batch is copied from its frame."""
+        """Return a batch's first ``nbytes``, in place, or copied if it came by pipe."""
         if ref.number >= PIPED:
             return Slot((nbytes,), np.uint8, bytearray(self._piped[:nbytes]))
         view = Slot((nbytes,), np.uint8, self._segments[ref.number])
@@ -179,7 +179,7 @@ class Lender(Table):
 
 
 class Borrower(Table):
-    """The worker's side: takes segments that the loader lends, from any thread."""
+    """The worker's side; any thread may take segments that the loader has lent."""
 
     def __init__(self, descriptor: int) -> None:
         self._cells = table_in(descriptor)
@@ -199,7 +199,7 @@ class Borrower(Table):
             self._free.append(number)
 
     def take(self, nbytes: int) -> tuple[SlotRef, Slot]:
-        """Take a segment of at least ``nbytes``, or private memory if none is free."""
+        """Take a slot of at least ``nbytes``, in private memory if no segment fits."""
         with self._lock:
             for number in self._free:
                 memory, view = self._maps[number], self._views.get(number)
@@ -223,7 +223,7 @@ class Borrower(Table):
                 del self._piped[ref.number]
 
     def piped(self, ref: SlotRef, used: int) -> memoryview:
-        """Return the bytes to send after a batch's frame; drop its private slot."""
+        """Return the bytes to send after a batch's frame, none if it has a segment."""
         if ref.number < PIPED:
             return memoryview(b"")
         with self._lock:

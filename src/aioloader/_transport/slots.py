@@ -1,4 +1,4 @@
-"""Recycled memory for batches: a slot is free again when its last view is dropped.
+"""Recycled memory for batches; a slot is free again when its last view is dropped.
 
 Fresh memory costs a page fault for every 4 KB, which takes two to three times as long
 as the copy into it. So a pool reuses the mappings of dropped batches; a consumer that
@@ -20,37 +20,37 @@ import numpy as np
 class Slot(np.ndarray[Any, np.dtype[np.uint8]]):
     """An array of bytes that lives as long as any array or tensor over it.
 
-    A plain array would not: numpy lets a view of a view refer to the lowest array of
-    the same type, which may be one below the slot.
+    A plain array would not, because numpy lets a view of a view refer to the lowest
+    array of the same type, which may be an array below the slot.
     """
 
 
 # Maps a size in bytes to a writable buffer, which lives as long as its references.
 Allocator: TypeAlias = Callable[[int], Any]
-# Page-locks memory for a device, given its address and size; for any thread. Returns a
-# function that unlocks it, safe in finalizers; None if it is not locked.
+# Page-locks memory for a device, given its address and size, from any thread. Returns a
+# function that unlocks the memory, safe in finalizers; None if locking failed.
 Locker: TypeAlias = Callable[[int, int], Callable[[], object] | None]
 # The C library recycles smaller buffers well enough by itself.
 MIN_BYTES = 1 << 18
-# Free mappings kept per size: this many, or this many bytes if that is more, because
-# dozens of small batches may be in flight. Then the limit in bytes for all sizes.
+# The most free mappings per size: the first number, or the second in bytes if that is
+# more, because dozens of small batches may be in flight. The third is for all sizes.
 _MAX_FREE = 8
 _MAX_FREE_BYTES_PER_SIZE = 1 << 25
 _MAX_FREE_BYTES = 1 << 28
-# A forked child gets a copy.
+# A forked child gets a copy of the memory.
 _PRIVATE: dict[str, Any] = {}
 if hasattr(mmap, "MAP_PRIVATE"):
     _PRIVATE["flags"] = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 
 
 class LockableMap(mmap.mmap):
-    """A mapping whose parts can be page-locked."""
+    """A memory mapping in which ranges of pages can be page-locked."""
 
     def __init__(self, *_args: Any, **_options: Any) -> None:
         self._unlocks: dict[int, Callable[[], object]] = {}
 
     def lock(self, locker: Locker, start: int, nbytes: int) -> bool:
-        """Lock the pages from ``start`` on; return whether they are locked."""
+        """Page-lock ``nbytes`` from ``start`` on; return whether that succeeded."""
         address = np.frombuffer(self, np.uint8, 1, start).ctypes.data
         unlock = locker(address, nbytes)
         if unlock is not None:
@@ -75,7 +75,7 @@ class SlotPool:
     _free: dict[int, deque[LockableMap]] = field(default_factory=dict, init=False)
 
     def lease(self, nbytes: int) -> Slot:
-        """Return memory for one batch: uint8, aligned to a page, not zeroed.
+        """Return ``nbytes`` of page-aligned memory for one batch, which is not zeroed.
 
         The memory is in use while the slot, or any array, tensor or ``memoryview`` over
         it, is alive.
@@ -100,7 +100,7 @@ class SlotPool:
         return slot
 
     def _drop_surplus(self) -> None:
-        """Unmap free memory above the limit, the oldest sizes first."""
+        """Unmap free memory above ``_MAX_FREE_BYTES``, from the oldest sizes first."""
         sizes = list(self._free.items())  # other threads add to it
         surplus = sum(size * len(free) for size, free in sizes) - _MAX_FREE_BYTES
         for size, free in sizes:
@@ -111,6 +111,6 @@ class SlotPool:
 
 
 def rounded(nbytes: int) -> int:
-    """Return ``nbytes`` rounded up to pages, or eighths of the next power of two."""
+    """Round up to a multiple of a page or, if larger, 1/8 of the next power of two."""
     step = max(mmap.PAGESIZE, 1 << max(0, nbytes.bit_length() - 3))
     return -(-nbytes // step) * step
