@@ -35,7 +35,7 @@ _VARIADIC = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
 
 
 class TorchLoader(torch.utils.data.DataLoader[Any], AddedArguments, Generic[Batch]):
-    """Torch's class with the attributes that frameworks read; it loads nothing.
+    """Base of ``DataLoader`` with the attributes that frameworks read from torch's.
 
     Every public attribute of an instance is an argument of ``__init__``, so that
     ``type(loader)(**arguments)`` makes the same loader again. Torch's private names

@@ -224,7 +224,7 @@ class RemoteError:
 def _pickled(error: BaseException) -> tuple[bytes, list[bytearray]] | None:
     """Return a pickle that keeps an error's type and, if possible, text; or None.
 
-    The restored text may differ (it may contain an address), but it must exist.
+    The restored text may differ (it may contain an address), but ``str`` must not fail.
     """
     cls, said, best = type(error), _said(error), None
     attributes = {k: v for k, v in vars(error).items() if _is_picklable(v)}

@@ -82,7 +82,7 @@ class Lookup(abc.ABC):
     """Finds rows in one table, for one event loop; can be used again after closing.
 
     At most ``connections`` queries run at once, and a lost connection must be restored
-    within ``deadline`` seconds. ``users`` counts how often the dataset is entered.
+    within ``deadline`` seconds. ``users`` counts the open uses of the dataset.
     """
 
     def __init__(

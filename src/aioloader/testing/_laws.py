@@ -42,12 +42,12 @@ def assert_resumes_exactly(
 ) -> None:
     """Check that loaders resume exactly, wherever an epoch is interrupted.
 
-    For every k, a new loader loads the state after k batches. It must deliver the
-    batches that the first loader delivered next, equal in every bit, and the same two
-    next epochs. Its own state, half-way through the rest, must resume exactly, too.
-    With k = 0, the state is saved before ``iter()``, and again before the first step.
-    After the last batch, nothing is left of the epoch; after its end, the next epoch
-    starts. With ``in_order=False``, the batches are compared as a multiset.
+    For every k, a new loader loads the state saved after k batches. It must deliver the
+    remaining batches and the next two epochs exactly as the first loader did, equal in
+    every bit. The state that it saves half-way through the remaining batches must also
+    resume exactly. With k = 0, the state is saved before ``iter()``, and again before
+    the first step. After the last batch, nothing is left of the epoch; after its end,
+    the next epoch starts. With ``in_order=False``, batches are compared as a multiset.
 
     After each batch, torch's default generator is used once, as by a step with dropout.
     States pass through JSON if that preserves them, else through ``pickle``.

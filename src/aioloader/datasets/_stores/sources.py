@@ -109,7 +109,7 @@ class Store(abc.ABC):
     Attributes:
         cache_name: Prefix of the store's keys in a cache; None if it is not cached.
         has_answered: Whether the server ever answered, even with an error.
-        is_refusing: Whether no request was answered, and the latest did not arrive.
+        is_refusing: Whether no request was ever answered and the latest was not sent.
         has_warned: Whether a retry was logged; only the first one is.
     """
 

@@ -280,10 +280,10 @@ class Packed(Step):
 class Concatenated(Step):
     """The strategy ``concat``, which cuts rows from documents joined end to end.
 
-    The state is the position of the document in which the next row starts, and the
-    row's ``offset`` in that document. ``failed``: numbers of documents, counted from
-    that one, whose errors were passed on; if read again, they are left out. ``lost``:
-    numbers of those that could not be read, and must be unreadable again.
+    The state holds the position of the document in which the next row starts, and the
+    row's ``offset`` in it. ``failed`` lists documents, numbered from that one, whose
+    errors were passed on; if read again, they are skipped. ``lost`` lists those of
+    them that could not be read; resuming raises an error if they can be read now.
     """
 
     kind = "pack"
