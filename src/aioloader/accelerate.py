@@ -1,9 +1,9 @@
 """Use aioloader's loaders with Hugging Face's accelerate and ``Trainer``.
 
 ``Accelerator.prepare`` rebuilds a loader as torch's ``DataLoader``, which has no
-``transform`` and cannot read async datasets. Here accelerate decides about ranks, seeds
-and device. The ``aioloader.DataLoader`` inside accelerate's wrapper is then rebuilt
-with all of its arguments.
+``transform`` and cannot read async datasets. ``prepare`` lets accelerate set the ranks,
+seeds and device, and then replaces torch's loader in accelerate's wrapper with an
+``aioloader.DataLoader`` that has the other arguments of the user's loader.
 
 Example:
     >>> from aioloader.accelerate import prepare
@@ -53,13 +53,13 @@ def prepare(accelerator: Any, *objects: Any) -> Any:
         objects: Models, optimizers, schedulers, and loaders of any class.
 
     Returns:
-        The prepared objects in the same order, or a single object itself. An aioloader
-        loader becomes the ``base_dataloader`` of accelerate's wrapper, which is
-        returned in its place.
+        The prepared objects in the same order; a single object is returned as it is.
+        Each aioloader loader is replaced by accelerate's wrapper, whose
+        ``base_dataloader`` is an aioloader loader.
 
     Raises:
         ValueError: If a loader has ``rank`` or ``world_size`` while accelerate has
-            several processes, or if it has a loaded state.
+            several processes, or if a loader has a loaded state.
     """
     return accelerator.prepare(*(_prepared(accelerator, part) for part in objects))
 
@@ -85,7 +85,7 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
 
 
 class TrainerMixin:
-    """Makes a ``transformers.Trainer`` use aioloader; list it before ``Trainer``.
+    """Mixin for ``transformers.Trainer`` to use aioloader; list it before ``Trainer``.
 
     Example:
         >>> class MyTrainer(TrainerMixin, Trainer):
@@ -185,7 +185,7 @@ def _prepared(accelerator: Any, loader: Any) -> Any:
 
 
 def _is_ours(loader: Any) -> bool:
-    """Tell whether ``loader`` is aioloader's own, not a wrapper posing as one."""
+    """Tell whether ``loader`` is an aioloader ``DataLoader`` itself, not a wrapper."""
     return issubclass(type(loader), DataLoader)
 
 

@@ -52,10 +52,10 @@ def _rebuild(cls: type[LoaderError], args: tuple[Any, ...]) -> LoaderError:
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class DatasetError(LoaderError):
-    """Data is damaged, or could not be read or written despite retries.
+    """Data is missing or damaged, or could not be read or written.
 
     Attributes:
-        location: Object's address, such as ``"s3://bucket/key"``, without credentials.
+        location: Address of the data, such as ``"s3://bucket/key"``; no credentials.
         attempts: How often the request was tried; at least 1.
     """
 
@@ -97,7 +97,7 @@ class WorkerError(LoaderError, RuntimeError):
     """A worker failed, or its error could not be sent to the loader.
 
     Attributes:
-        worker: Number of the worker, or None if it is not known.
+        worker: Number of the worker; None if unknown.
     """
 
     worker: int | None = None
@@ -112,10 +112,10 @@ class WorkerDiedError(WorkerError):
     """Workers died unexpectedly.
 
     Attributes:
-        pid: Process identifier of the last worker that died.
-        exitcode: Exit status of that worker; if a signal killed it, minus the signal's
-            number. None if unknown.
-        batch: Number of the batch that the worker was making; None if it made none.
+        pid: Process identifier of the last worker that died; None if unknown.
+        exitcode: Exit status of that process, or the negated number of the signal that
+            killed the process; None if unknown.
+        batch: Number of the batch that the worker was making; None if there was none.
     """
 
     pid: int | None = None
@@ -142,14 +142,14 @@ class BatchTooLargeError(TransportError, ValueError):
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class BatchTimeoutError(LoaderError, TimeoutError, RuntimeError):
-    """A batch did not arrive within ``timeout`` seconds.
+    """A batch, or a report from a rank, did not arrive within ``timeout`` seconds.
 
     The time counts from when the consumer starts to wait for that batch. The batch
     stays in flight: the iterator's next step waits for it again.
 
     Attributes:
-        timeout: The timeout, in seconds, or None if it is not known.
-        batch: Number of the awaited batch, from 0 in each epoch, or None.
+        timeout: The timeout, in seconds; None if unknown.
+        batch: Number of the awaited batch, from 0 in each epoch; None if unknown.
     """
 
     timeout: float | None = None
@@ -170,7 +170,7 @@ class FailureBudgetError(LoaderError, RuntimeError):
 
 
 class LoaderClosedError(LoaderError, RuntimeError):
-    """The loader, its iterator or its event loop was closed while in use."""
+    """The loader, its iterator or its event loop has ended and cannot be used."""
 
 
 @dataclass(eq=False, repr=False, kw_only=True)

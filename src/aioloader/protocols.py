@@ -38,7 +38,7 @@ class HasLifespan(abc.ABC):
 
     @abc.abstractmethod
     def lifespan(self) -> AbstractAsyncContextManager[Any]:
-        """Return the context manager that each reading loop enters and leaves."""
+        """Return the context manager that each event loop enters while it reads."""
 
     def fingerprint(self) -> dict[str, Any]:
         """Return the JSON-ready entries of a state that identify the samples."""
@@ -77,12 +77,12 @@ class BlockIterator(OneIteration, HasLifespan):
     async def pull(self, limit: int, more: int = 0) -> Any:
         """Return the samples at the next ``limit`` positions, as a ``Block``.
 
-        If samples come quickly, up to ``more`` further ones are read, for ``take``.
-        With ``fills``, a block has 1 to ``limit`` samples, and an empty one marks the
-        end. A list may contain ``FailedSample`` objects.
+        If samples come quickly, up to ``more`` further samples are read for ``take``.
+        With ``fills``, a block has 1 to ``limit`` samples, and an empty block marks the
+        end. A block that is a list may contain ``FailedSample`` objects.
 
         Raises:
-            StopAsyncIteration: At the end, without ``fills``.
+            StopAsyncIteration: At the end, if ``fills`` is False.
         """
 
     @abc.abstractmethod
@@ -136,7 +136,7 @@ class OwnStream(abc.ABC):
 
         Args:
             ranks: A rank, and the number of ranks; None: those set by ``shard``.
-            tail: How the ranks get equal parts; as for the loader.
+            tail: How to handle an uneven last global batch, as in ``DataLoader``.
             has_peers: Whether other processes read the same part.
             is_skipped: Whether failed samples are left out.
         """
@@ -219,7 +219,7 @@ def refuse_again(dataset: object, *, is_begun: bool, readers: int = 1) -> None:
     Args:
         dataset: The dataset.
         is_begun: Whether an epoch has already begun to read it.
-        readers: Number of workers, each of which would read a copy of it.
+        readers: Number of workers, each of which would read a copy of the dataset.
 
     Raises:
         TypeError: If samples would be missing, or would be repeated by each worker.
@@ -285,7 +285,7 @@ _WRAPPERS: dict[object, str] = {
 def reads_async(dataset: object) -> bool:
     """Tell whether samples of a map-style ``dataset`` are read on an event loop.
 
-    They are if ``__getitem__`` or ``__getitems__`` is a coroutine function, or if the
+    True if ``__getitem__`` or ``__getitems__`` is a coroutine function, or if the
     dataset is torch's ``Subset``, ``ConcatDataset`` or ``StackDataset`` over such a
     dataset. Any other plain method runs off the loop; an awaitable result is awaited.
     """
@@ -305,10 +305,10 @@ def batch_getter(dataset: object) -> Callable[[Any], Any] | None:
     """Return ``dataset.__getitems__`` if it can replace ``__getitem__``, or None.
 
     An inherited ``__getitems__`` ignores a subclass's own ``__getitem__``
-    (pytorch/pytorch#163184), so it counts only if the class that defines
-    ``__getitem__``, or a subclass of that class, defines it. For torch's ``Subset``,
-    the inner dataset decides. Other plain wrappers of async datasets (``StackDataset``)
-    look into the samples, so their ``__getitems__`` is not used.
+    (pytorch/pytorch#163184). So ``__getitems__`` counts only if it is defined in the
+    class that defines ``__getitem__``, or in a subclass of that class. For torch's
+    ``Subset``, the inner dataset decides. Other plain wrappers of async datasets
+    (``StackDataset``) look into the samples, so their ``__getitems__`` is not used.
     """
     is_torchs = Subset.__getitems__.__module__ == Subset.__module__  # not replaced
     if type(dataset) is Subset and is_torchs and batch_getter(dataset.dataset) is None:
@@ -352,7 +352,7 @@ def is_stateful(part: object) -> bool:
 
 
 def own_datasets(dataset: Any) -> list[HasLifespan]:
-    """Return ``dataset`` if it is aioloader's, or such ones inside torch's wrappers."""
+    """Return aioloader's own datasets: ``dataset``, or those in torch's wrappers."""
     own: list[HasLifespan] = []
     seen: set[int] = set()
     left = [dataset]

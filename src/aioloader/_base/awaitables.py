@@ -65,7 +65,7 @@ def _has_awaitable(values: Collection[Any]) -> bool:
 def holds_awaitables(samples: Any) -> bool:
     """Tell whether a list of samples holds awaitables, also in containers.
 
-    Only the last tuple, the last list and the last dict among them are searched.
+    Of the containers, only the last tuple, last list and last dict are searched.
     """
     if type(samples) is not list:
         return False

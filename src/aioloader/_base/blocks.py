@@ -36,7 +36,7 @@ class Columns(Protocol):
         ...
 
     def interleaved(self, blocks: "Sequence[Columns]") -> "Columns | None":
-        """Return this and ``blocks`` interleaved by row; None if columns differ."""
+        """Interleave the rows of this block and ``blocks``; None if columns differ."""
         ...
 
 
@@ -57,9 +57,9 @@ class FailedSample:
 
 
 def read_block(iterator: Iterator[Any], limit: int) -> tuple[list[Any], bool]:
-    """Return a plain iterator's next samples, and whether it has ended.
+    """Return up to ``limit`` samples of an iterator, and whether the iterator ended.
 
-    An error ends the block with a ``FailedSample``. It also ends a generator.
+    An error ends the block with a ``FailedSample``; an error also ends a generator.
     """
     block: list[Any] = []
     try:
@@ -78,9 +78,9 @@ def read_block(iterator: Iterator[Any], limit: int) -> tuple[list[Any], bool]:
 async def read_block_async(
     iterator: AsyncIterator[Any], limit: int
 ) -> tuple[list[Any], bool]:
-    """Return an async iterator's next samples, and whether it has ended.
+    """Return up to ``limit`` samples of an async iterator, and whether it ended.
 
-    An error ends the block with a ``FailedSample``. It also ends a generator.
+    An error ends the block with a ``FailedSample``; an error also ends a generator.
     """
     block: list[Any] = []
     try:
@@ -104,7 +104,7 @@ class SameErrors:
         self._count = 0
 
     def is_stuck(self, block: Sequence[Any]) -> bool:
-        """Tell whether the iterator raised one error 100 times in a row; add a note."""
+        """Tell whether one error came 100 times in a row; add a note in that case."""
         last = block[-1] if len(block) else None
         if type(last) is not FailedSample:
             self._count = 0

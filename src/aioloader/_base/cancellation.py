@@ -32,9 +32,9 @@ async def in_thread(
     """Run a function in a thread; a cancelled task first waits for it to end.
 
     The function gets a copy of this task's context. The thread is from ``executor``, or
-    from the loop's default executor if None. With ``is_quick`` the function runs here,
-    as it costs less than a thread. With ``abandon_on_cancel`` a cancelled task does not
-    wait; this is for functions that may hang on a server or a mount.
+    from the loop's default executor if None. With ``is_quick`` the function runs in the
+    caller's thread, which costs less. With ``abandon_on_cancel`` a cancelled task does
+    not wait; this is for functions that may hang on a server or a mount.
     """
     if is_quick:
         return function(*args)
@@ -78,7 +78,7 @@ class finish_despite_cancel(Generic[T]):  # noqa: N801  (awaited like a coroutin
 
 
 async def to_the_end(wait: Callable[[], Awaitable[T]]) -> T:
-    """Await ``wait()``, again if cancelled; raise the last cancellation at the end."""
+    """Await ``wait()``, again after each cancellation; then raise the last of these."""
     cancelled: asyncio.CancelledError | None = None
     try:
         while True:

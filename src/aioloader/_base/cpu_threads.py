@@ -91,7 +91,7 @@ class CpuThread(Executor):
         self._jobs.put(job)
 
     def stop(self, then: Job) -> None:
-        """End the thread after the jobs posted so far; its last job is ``then``."""
+        """Run ``then`` after earlier jobs, and end the thread if one was started."""
         with self._lock:
             self._is_stopped = True
             is_running = self.thread is not None
@@ -220,7 +220,7 @@ class _SharedThreads:
             self._users += 1
 
     def remove_user(self) -> None:
-        """End the threads after the last user; called in one of these threads."""
+        """Remove a user, in one of the threads; after the last, end all threads."""
         with self._lock:
             self._users -= 1
             if not self._users:
@@ -305,7 +305,7 @@ def _daemon(run: Callable[[], object], name: str) -> threading.Thread:
 def refuse_gevent(*, unless: str = "") -> None:
     """Raise if gevent has patched modules that waiting threads or processes use.
 
-    Nothing is raised if the module ``unless`` is patched, too, as threads then work.
+    If the module ``unless`` is also patched, threads work, and nothing is raised.
 
     Raises:
         RuntimeError: If gevent's patches would make the program hang.
@@ -336,8 +336,8 @@ def start_thread(thread: threading.Thread) -> None:
 def _await_at_exit() -> None:
     """Let threads finish their jobs and end before the interpreter is finalized.
 
-    After that, a thread that runs torch's code without the GIL would abort the process.
-    An idle thread may abort it, too, when it frees thread-local data.
+    Afterwards, a thread that runs torch's code without the GIL would abort the process.
+    An idle thread may also abort the process when the thread frees thread-local data.
     """
     until = time.monotonic() + _EXIT_GRACE
     running = [cpu for cpu in list(_STARTED) if cpu.is_alive()]

@@ -75,12 +75,12 @@ class Skip:
     Args:
         at_most: Limit on failed samples per epoch and rank: a count such as ``10``, or
             a share such as ``0.01``, which allows at least one; ``None``: no
-            limit. A share is of the rank's samples in an epoch. If a stream's length is
-            unknown, it is of the samples tried, and applies at the end, or from 1,000
-            samples on if chance cannot explain the failures. A resumed epoch counts
-            failures from where it resumes.
-        instead: Maps a ``Failure`` to a sample to use instead, or to ``SKIP``; it may
-            raise. ``None``: failed samples are left out, and their batch is smaller.
+            limit. A share refers to the rank's samples in an epoch. If their number is
+            unknown, the share refers to the samples tried, and applies at the end, or
+            from 1,000 samples on if chance cannot explain the failures. A resumed epoch
+            counts failures from where it resumes.
+        instead: Function that returns a replacement for a ``Failure``, or ``SKIP``; it
+            may raise. ``None``: failed samples are left out, so batches are smaller.
 
     Raises:
         ValueError: If ``at_most`` is negative, or a float that is not below 1.0.
@@ -155,7 +155,7 @@ class FailurePolicy:
         self._lock = fork_safe(threading.Lock())
 
     def begin(self, samples: int) -> None:
-        """Count samples about to be tried; a negative number subtracts some."""
+        """Add ``samples``, which may be negative, to the count of samples tried."""
         with self._lock:
             self.attempted += samples
 
@@ -187,7 +187,7 @@ class FailurePolicy:
 
         Raises:
             BaseException: The user's error with a note, if the policy is to raise or
-                the error is no ``Exception``. Also any error that ``on_error`` raises.
+                it is not an ``Exception``. Also any error that ``on_error`` raises.
             FailureBudgetError: If the budget is exceeded.
         """
         if self.on_error == "raise" or not isinstance(failure.error, Exception):

@@ -51,7 +51,7 @@ _is_importing = False
 
 @contextlib.contextmanager
 def without_collector() -> Iterator[bool]:
-    """Turn the garbage collector off; yield whether it was on before."""
+    """Turn the garbage collector off for a block; yield whether it was on before."""
     with _COLLECTOR_LOCK:
         is_on = gc.isenabled()
         gc.disable()

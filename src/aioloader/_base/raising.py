@@ -1,7 +1,7 @@
 """The rule for errors of user code, wherever it runs.
 
-An ``Exception`` keeps its type. An error that would silently end a loop, a generator or
-a task (``StopIteration``...) becomes the cause of a ``RuntimeError``. Exits stay exits.
+Exceptions and exits (such as Ctrl-C) keep their type. An error that would silently end
+a loop, generator or task (``StopIteration``...) becomes the cause of a RuntimeError.
 A task ends if it is cancelled itself, but not if an awaitable in it is cancelled.
 """
 
@@ -33,7 +33,7 @@ def raisable(error: BaseException, raiser: str) -> BaseException:
 def ends_task(error: BaseException) -> bool:
     """Tell whether ``error`` must end the current task; if not, user code raised it.
 
-    It must if the task itself was cancelled, or a coroutine without a task is closed.
+    True if the task itself was cancelled, or if a coroutine without a task is closed.
     """
     if not isinstance(error, (asyncio.CancelledError, GeneratorExit)):
         return False

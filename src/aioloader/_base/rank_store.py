@@ -1,7 +1,7 @@
 """The key-value store that ranks share, and a comparison of how long ranks wait.
 
 The user or torch's process group provides the store. Operations block. They use new
-connections, because torch locks a busy one. No function here waits for other ranks.
+connections, because torch locks busy ones. No function here waits for other ranks.
 """
 
 import json
@@ -43,10 +43,10 @@ class RankStore:
 
     @property
     def process(self) -> int | str:
-        """The identity of this process, or of the loader's process if this is a worker.
+        """The identity of this process or, in a worker, of the loader's process.
 
-        With a process group, it is the rank there. A loader's rank would not identify a
-        process, because several processes may read one rank's part.
+        With a process group, the identity is the rank in the group. A loader's rank
+        does not identify a process, because several processes may read one rank's part.
         """
         place = group()
         return self._process if place is None else place[0]
@@ -65,7 +65,7 @@ class RankStore:
         return RankStore(dist.distributed_c10d._get_default_store(), self._timeout)  # noqa: SLF001
 
     def open(self) -> Any:
-        """Return a new connection, or the store if it cannot be reopened. Blocks."""
+        """Return a new connection, or the store itself if it cannot be reopened."""
         seconds = TIMEOUT if self._timeout is None else self._timeout
         timeout = timedelta(seconds=seconds)
         store = self._store if self._again is None else self._again(timeout=timeout)
@@ -137,7 +137,7 @@ def slowest_rank(name: str, epoch: int, waited: float, batches: int) -> tuple[st
         name: Name that ranks use for the compared loader, such as ``"train"``.
         epoch: The epoch number; numbers of other epochs do not count.
         waited: Seconds that this rank waited for batches, in total.
-        batches: How many batches it waited for.
+        batches: How many batches this rank waited for.
     """
     place, ranks_store = group(), RankStore().resolved()
     if place is None or ranks_store is None:

@@ -1,6 +1,6 @@
 """Records of the latest batches, each a few clock readings.
 
-A loader always keeps them, and computes all its statistics from them on request. The
+A loader always keeps records, and computes all statistics from them on request. The
 hot path appends one tuple per batch. The clock is ``time.perf_counter``, which all
 processes of a machine share. ``remote_tasks`` converts times of other machines.
 """
@@ -55,9 +55,9 @@ def is_clocked(number: int) -> bool:
 
 
 def thread_clocks(number: int, seconds: float = 1.0) -> RunTimes | None:
-    """Return this thread's times; None for most batches, as reading them takes 20 us.
+    """Return this thread's times; None for most batches, as a reading takes 20 us.
 
-    ``seconds``: how long the previous batch took. If short, ``delayed`` is not read.
+    ``seconds``: how long the previous batch took; if short, ``delayed`` is not read.
     """
     if not is_clocked(number):
         return None
@@ -182,7 +182,7 @@ class RecordedSettings:
 
     @property
     def reading_lanes(self) -> int:
-        """How many reads run at a time; plain code and streams do one per reader."""
+        """How many reads run at a time: one per reader for plain code and streams."""
         is_one_by_one = self.is_coupled or self.is_stream or not self.reads_async
         return self._readers * (1 if is_one_by_one else max(1, self.concurrency))
 
@@ -210,7 +210,7 @@ class RecordedSettings:
 
     @property
     def processors(self) -> int:
-        """How many workers may compute at a time; only one if they share the GIL."""
+        """How many cores workers can use at a time; one if workers share the GIL."""
         is_one = self.place == "workers" and self.is_shared
         return 1 if is_one else max(1, self.cores)
 
@@ -229,7 +229,7 @@ class LoopLag:
         computes: Whether the coroutine computes; if not, it waits for a lock or a
             system call.
         is_callers: Whether the loop is the caller's, not the loader's.
-        busy: Share of the time in which the loop's thread computed or was ready to.
+        busy: Share of the time in which the loop's thread ran or was ready to run.
         is_unseen: Whether the search for a culprit has not started.
             ``DataLoader.report`` starts it, for later batches.
     """
@@ -311,9 +311,9 @@ COUNTERS: ContextVar[Counters | None] = ContextVar("aioloader_counters", default
 
 
 def bytes_of(batch: Any, items: int = _MEASURED_ITEMS, depth: int = 8) -> int:
-    """Return the total bytes of a batch's tensors, arrays, byte strings and texts.
+    """Estimate the total bytes of a batch's tensors, arrays, numbers, bytes and texts.
 
-    A list's total is extrapolated from about ``items`` items, evenly spaced.
+    A container's total is extrapolated from about ``items`` items, evenly spaced.
     """
     try:
         nbytes = _SIZES.get(type(batch)) or getattr(batch, "nbytes", None)

@@ -36,7 +36,7 @@ class Retry:
     Source: Brooker, "Exponential Backoff And Jitter" (AWS Architecture Blog, 2015).
 
     Attributes:
-        max_attempts: Number of reads, including the first; at least 1.
+        max_attempts: Maximum number of reads, including the first; at least 1.
         base_delay: Upper bound of the first delay, in seconds.
         max_delay: Upper bound of every delay, in seconds.
         on: Types of exceptions to retry after; ``TimeoutError`` is an ``OSError``.
@@ -79,7 +79,7 @@ def backoff(
 
 
 def last_error() -> str:
-    """Return a message with the last error of retried reads, for timeout errors."""
+    """Return a text on reads being retried and their last error; "" if none are."""
     errors = list(RETRIED.values())
     if not errors:
         return ""

@@ -1,4 +1,4 @@
-"""Waits of threads, and of tasks on any loop, that Ctrl-C can interrupt.
+"""Let Ctrl-C interrupt the waits of threads, and of tasks on any loop.
 
 A signal that arrives just before the main thread sleeps does not wake the thread; the
 signal's handler runs when the thread next runs. So a waiting thread wakes up every
@@ -28,7 +28,7 @@ running_loop: Final = asyncio._get_running_loop  # noqa: SLF001
 
 
 class Waiters:
-    """Threads, and tasks on any loop, that wait for ``wake`` unless ``is_true()``.
+    """Threads and tasks that wait until ``wake`` is called, unless ``is_true()``.
 
     A subclass may define ``_is_true`` as a method instead.
     """
@@ -96,7 +96,7 @@ class Waiters:
             return True
 
     def _leave(self, wake: Callable[[], object]) -> bool:
-        """Stop waiting; return True. If already woken, wake the next waiter instead."""
+        """Stop waiting. If already woken, wake the next waiter and return False."""
         with self.lock:
             if wake in self._wakes:
                 self._wakes.remove(wake)
@@ -172,7 +172,7 @@ def call_threadsafe(
 def context_elsewhere() -> contextvars.Context:
     """Return a copy of the current context for code that runs in another thread.
 
-    There, sniffio (used by anyio) does not report the caller's async library.
+    In the copy, sniffio (used by anyio) does not report the caller's async library.
     """
     context = contextvars.copy_context()
     sniffio = sys.modules.get("sniffio")

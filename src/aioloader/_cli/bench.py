@@ -246,7 +246,7 @@ def _obstacle(loader: DataLoader[Any]) -> str:
 
 
 def _arguments(loader: DataLoader[Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return arguments for torch's loader, and the names of those that it lacks."""
+    """Return arguments for torch's loader, and names of those that torch lacks."""
     arguments = {name: getattr(loader, name) for name in _SAME} | _sampling(loader)
     arguments["num_workers"] = int(loader.num_workers)
     parameters = inspect.signature(DataLoader.__init__).parameters

@@ -70,7 +70,7 @@ def run(options: Namespace) -> None:
 
 
 async def _index(stream: Any, options: Namespace) -> None:
-    """Write an index next to each shard, or one pack, which is saved every minute."""
+    """Write an index next to each shard, or one pack with the indices of all."""
     made_by: ByteFormat = stream.made_by
     of, pack, growing = indexed.kind_of(stream), options.pack, EdgesBuilder()
     before: dict[str, tuple[Offsets, Version]] = {}
@@ -112,7 +112,7 @@ async def _find(
 ) -> tuple[Offsets, Version, bool]:
     """Return a shard's offsets, its version, and whether an index had the offsets.
 
-    An index next to the shard is used if it is newer than the shard and fits its end.
+    An index file is used if it is newer than the shard and fits the shard's end.
     """
     storage, address = made_by.storage, made_by.address(shard)
     now = await storage.version(address)
@@ -141,7 +141,7 @@ def _say(line: str, options: Namespace) -> None:
 
 
 def _show(text: str, options: Namespace) -> None:
-    """Replace the progress line on stderr by ``text``, if stderr is a terminal."""
+    """Replace the progress line on stderr with ``text``, if stderr is a terminal."""
     if sys.stderr.isatty() and not options.quiet:
         sys.stderr.write(f"\r{text}\x1b[K")
         sys.stderr.flush()

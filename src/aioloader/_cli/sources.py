@@ -1,7 +1,7 @@
 """Sources to pack: folders, lists of files, and shards of other formats.
 
-Each source yields its samples in the same order in each run, from a given number on.
-It also describes its contents, so that packing resumes only with the same samples.
+Each source yields samples in the same order in each run, starting at a given number.
+A source also describes its contents, so packing resumes only with the same samples.
 """
 
 import asyncio
@@ -226,7 +226,7 @@ def _labelled(folders: ClassFolders, options: Namespace) -> PackSource:
 
 
 def _unique_keys(names: Iterable[str]) -> Iterator[str]:
-    """Yield a unique key for each name, without extension and with ``_`` for dots.
+    """Yield a unique key per name: the name without extension, ``_`` for other dots.
 
     All names in one folder must be adjacent.
     """
@@ -318,7 +318,7 @@ def _row(sample: Any) -> dict[str, Any]:
 
 
 def _members(sample: Any) -> dict[str, Any]:
-    """Return a row as tar members: one per bytes column, one JSON for the rest."""
+    """Return a row as tar members: one per bytes column, a JSON of other columns."""
     if isinstance(sample, dict) and "__url__" in sample:
         return sample  # from a tar
     members: dict[str, Any] = {}

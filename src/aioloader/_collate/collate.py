@@ -43,7 +43,7 @@ _LENT = threading.local()
 
 
 def collated(lease: Allocator, collate_fn: Callable[[Any], Any], samples: Any) -> Any:
-    """Call ``collate_fn``; in it, ``default_collate`` may use ``lease``'s memory."""
+    """Call ``collate_fn``, where ``default_collate`` may use ``lease``'s memory."""
     before = getattr(_LENT, "lease", None)
     _LENT.lease = lease
     try:
@@ -89,8 +89,8 @@ def varlen_collate(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     FlashAttention's ``flash_attn_varlen_func``.
 
     Args:
-        samples: At least one. Each is a dict of 1-D arrays or tensors, including
-            ``position_ids``, as ``Stream.pack`` yields them.
+        samples: One or more dicts of 1-D arrays or tensors, including ``position_ids``,
+            as ``Stream.pack`` yields them.
 
     Returns:
         One tensor of shape (tokens,) per name; ``cu_seqlens``, the start of each
@@ -362,7 +362,7 @@ def _rule_for(value: object) -> Collate:
 
 
 def _is_buffer(value: object) -> bool:
-    """Tell whether ``value`` is a read-only buffer, neither a scalar nor iterable.
+    """Tell whether ``value`` is a read-only buffer, but no NumPy scalar or iterable.
 
     ``collections.abc.Buffer`` would need Python 3.12.
     """
@@ -382,8 +382,8 @@ _NUMBERS = {int, float, bool, np.float32, np.float64, np.int32, np.int64, type(N
 def collates_quickly(collate_fn: Any, samples: Sequence[Any]) -> bool:
     """Tell whether ``collate_fn`` takes a fraction of a millisecond for ``samples``.
 
-    It does with this module's rules and a few small samples. False if this thread has
-    a default device, because the thread that collates other batches has none.
+    True for ``default_collate`` or ``default_convert`` and few, small samples. False if
+    this thread has a default device: the thread that collates other batches has none.
     """
     is_known = collate_fn is default_collate or collate_fn is default_convert
     if not (is_known and samples and collates_as_torch()) or _has_default_device():
@@ -394,7 +394,7 @@ def collates_quickly(collate_fn: Any, samples: Sequence[Any]) -> bool:
 
 
 def _size_of(sample: Any) -> tuple[int, int]:
-    """Return a sample's numbers of values and bytes; too many for an unknown type."""
+    """Return how many values and bytes a sample has; too many if of unknown type."""
     cls = type(sample)
     if cls in _NUMBERS:
         return 1, 8

@@ -1,4 +1,4 @@
-"""Batches of in-memory tensors: one gather per tensor, no work per sample.
+"""Make batches of in-memory tensors with one gather per tensor, not per sample.
 
 ``TensorDataset`` is read this way, in the loader's process and in workers.
 """

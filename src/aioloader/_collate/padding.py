@@ -27,8 +27,8 @@ def pad_collate(
     sample's, rounded up to a ``multiple``. ``input_ids`` is padded with ``pad``.
     ``attention_mask``, if not given, is 1 at tokens and 0 at padding. A sample's other
     sequences are padded with 0 or False, but ``labels`` with -100. Integers become
-    int64; booleans and floats keep their dtype. Entries that are no sequences (numbers,
-    texts) are collated by ``default_collate``. The caller owns all tensors.
+    int64; booleans and floats keep their dtype. Other entries (numbers, texts) are
+    collated by ``default_collate``. The caller owns all tensors.
 
     Example:
         >>> pad_collate(multiple=4)([[5, 6, 7], [8]])["input_ids"].tolist()
@@ -36,12 +36,12 @@ def pad_collate(
 
     Args:
         pad: Token that fills ``input_ids``.
-        multiple: The length is rounded up to a multiple of this: 8 for tensor cores.
+        multiple: Number that divides the length, such as 8 for tensor cores.
 
     Raises:
-        ValueError: If ``multiple`` is below 1. The returned function raises it if a
-            sample's sequences differ in length, ``TypeError`` if they are not numbers,
-            and ``KeyError`` if ``input_ids`` is missing or samples' entries differ.
+        ValueError: If ``multiple`` is below 1. ``collate_fn`` raises it if a sample's
+            lengths differ or a value exceeds int64, ``TypeError`` if a sequence holds
+            no numbers, ``KeyError`` if ``input_ids`` is missing or entries differ.
     """
     if operator.index(multiple) < 1:
         raise ValueError(f"multiple must be at least 1, got {multiple}")

@@ -1,9 +1,9 @@
 """The device stage's calls on streams, events and page-locked memory.
 
-A loader has one copy stream. Copies are queued there, followed by an event. The
-consumer's current stream waits for the event on the device, and the allocator records
-that this stream uses the memory. The only calls that block are ``adopt``, and copies to
-a device without streams.
+A loader has one copy stream per device. Copies are queued there, followed by an event.
+The consumer's current stream waits for the event on the device, and the allocator
+records that this stream uses the memory. ``adopt``, and copies to a device without
+streams, block the calling thread.
 """
 
 import contextlib
@@ -29,8 +29,8 @@ _LOG = logging.getLogger("aioloader")
 class Accelerator:
     """An accelerator used through ``torch.accelerator``, such as XPU or MPS.
 
-    Copies block the stage's thread if the device is not the current accelerator, or if
-    it lacks streams (as MPS) or a call needed here. They still run ahead of the step.
+    Copies block the stage's thread if the device is not of the current accelerator's
+    type, or lacks streams (like MPS) or a needed call. They still precede the step.
     """
 
     _module: Any = torch.accelerator
@@ -42,11 +42,11 @@ class Accelerator:
         self._stream: Any = None  # created in the stage's thread: may take seconds
 
     def locker(self) -> Locker | None:
-        """Return a function that page-locks host memory in place, or None."""
+        """Return None: only ``CudaAccelerator`` page-locks host memory in place."""
         return None
 
     def enter_thread(self) -> None:
-        """Make the copy stream current in this thread, which is the stage's."""
+        """Make the copy stream, if any, current in the calling thread (the stage's)."""
         torch.set_num_threads(1)  # of this thread only, as torch's pinning does
         with self._lock:
             if self._stream is None:
@@ -67,7 +67,7 @@ class Accelerator:
         return host.to(self.device, non_blocking=self.is_async)
 
     def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Block until ``tensors`` are computed; record that this stream uses them."""
+        """Block until ``tensors`` are computed; record their use by the copy stream."""
         self._module.synchronize(self.device)
         for tensor in tensors if self.is_async else ():
             tensor.record_stream(self._module.current_stream(self.device))
@@ -85,12 +85,12 @@ class Accelerator:
     ) -> torch.Event | None:
         """Make the consumer's stream wait for ``mark``; return an event on that stream.
 
-        The consumer's stream is this thread's current one. The memory of ``tensors``
-        (the copies) is not reused while kernels that the consumer has queued may run.
+        The consumer's stream is this thread's current stream. The memory of ``tensors``
+        (the copies) is not reused before the consumer's queued kernels have run.
+        Without ``mark``, do nothing and return None.
 
         Raises:
-            RuntimeError: If a graph is being captured. A copy that is already queued
-                cannot become part of it.
+            RuntimeError: If a graph is being captured: a queued copy cannot join it.
         """
         if mark is None:
             return None
@@ -183,7 +183,7 @@ class CudaAccelerator(Accelerator):
         return None
 
     def _unlock(self, address: int) -> None:
-        """Unlock memory; in a forked child, which has no locked pages, do nothing."""
+        """Unlock memory, but not in a forked child (none is locked) or at exit."""
         if os.getpid() == self._pid and not sys.is_finalizing():
             with self._module.device(self.device):
                 self._module.cudart().cudaHostUnregister(address)
@@ -203,7 +203,7 @@ def accelerator_of(
 ) -> Accelerator:
     """Return the accelerator for ``device`` from ``opened``; add it if it is missing.
 
-    A device without an index is this thread's current one, or 0 if there is none yet.
+    A missing index becomes that of this thread's current device, or 0 without one.
     """
     if device.index is None:
         module: Any = torch.get_device_module(device)

@@ -1,8 +1,8 @@
-"""Yield or convert the leaves of a batch; containers keep their types.
+"""Yield or convert the leaves of a batch; containers keep their types if possible.
 
-As in ``default_collate``, mappings, named tuples, tuples, sequences and dataclasses
-are containers. A container whose leaves do not change is returned as it is. An object
-with a method ``to`` moves itself, so it is a leaf even if it contains tensors.
+Mappings, tuples, other sequences (but not ``str`` and ``bytes``) and dataclasses are
+containers. A container whose leaves do not change is returned as it is. An object with
+a method ``to`` is a leaf even if it contains tensors, unless it is a ``UserDict``.
 """
 
 import copy
@@ -76,9 +76,9 @@ def entries_of(value: Any) -> dict[Any, Any]:
 
 
 def moves_itself(value: Any) -> bool:
-    """Tell whether ``value`` has a method ``to`` and is no tensor or ``UserDict``.
+    """Tell whether ``value`` has a method ``to`` and is not a tensor or ``UserDict``.
 
-    A tokenizer's result has this method, but is a ``UserDict``: a container here.
+    A tokenizer's result has this method but is a ``UserDict``, which is a container.
     """
     is_dict = isinstance(value, (torch.Tensor, UserDict))
     return not is_dict and callable(getattr(type(value), "to", None))

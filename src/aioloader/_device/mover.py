@@ -1,7 +1,7 @@
 """Move the leaves of a batch to a device, each in the way that is fastest for it.
 
-A large tensor in page-locked memory (a slot of an arena) is copied from there. In
-pageable memory it is staged: copied to page-locked memory first. Small tensors are
+A large tensor in page-locked memory (such as an arena's slot) is copied from there.
+Other large tensors are staged: copied to page-locked memory first. Small tensors are
 staged together and sent as one block, because each transfer has a fixed cost. Objects
 with a method ``to``, and tensors that are not plain blocks of memory, move by ``to``.
 """
@@ -50,7 +50,7 @@ class Moved:
     taken: torch.Event | None = None  # event on the consumer's stream, at the hand-over
 
     def hand_over(self) -> Any:
-        """Return the batch for use on this thread's current stream. Call it once."""
+        """Return the batch for use on this thread's current stream. Call only once."""
         batch, port = self.batch, self.port
         if port is not None:
             self.taken = port.hand_over(self.mark, self.arrived)
@@ -100,11 +100,11 @@ class Mover:
             torch.set_num_threads(1)
 
     def move(self, batch: Any) -> Moved:
-        """Start copying a batch; return the batch with its copies.
+        """Start copying a batch; return a ``Moved`` with the copies.
 
         Tensors on a device stay there; a tensor that occurs twice is copied once. With
         ``pins``, a batch for the host is copied to torch's page-locked memory, even
-        from a locked slot: a consumer may drop a batch while it copies it to a device,
+        from a locked slot: a consumer may drop the batch while copying it to a device,
         and only torch's own memory is not reused before that copy ends.
         """
         port = self.port
@@ -171,7 +171,7 @@ def _by_way(batch: Any, chosen: Choose | None = None) -> defaultdict[str, list[A
 
 
 def _way_of(leaf: Any) -> str:
-    """Return how a leaf moves, "resident" if it is on a device, "" for other values."""
+    """Return how a leaf moves; "resident" for a tensor on a device, "" if it stays."""
     if not isinstance(leaf, torch.Tensor):
         if not (moves_itself(leaf) and _is_on_host(leaf)):
             return ""
@@ -219,7 +219,7 @@ def _copy_packed(
 
 
 def _chooser(keys: BatchKeys, batch: Any) -> Choose:
-    """Return a function that takes a key of ``batch`` and tells whether it moves."""
+    """Return a function that tells whether the entry at a key of ``batch`` moves."""
     if is_leaf(batch):
         raise TypeError(
             "Device.keys needs batches with entries, such as dicts or tuples, and this "

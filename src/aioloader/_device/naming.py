@@ -34,10 +34,10 @@ class Device(Generic[Made_co]):
             batches stay in host memory.
         ahead: How many batches are moved to the device before they are requested.
         keys: The entries of a batch to move, by key, field or position; or a function
-            that takes one of these and returns whether to move the entry.
-        transform: A function of a batch, called once its copies are queued. Its kernels
-            run after the copies on the same stream and overlap the training step.
-            Without a device it gets CPU tensors.
+            that takes a key, field or position and returns whether to move the entry.
+        transform: A function of a batch, called when the batch's copies are queued. The
+            function's kernels run after the copies on the same stream and overlap the
+            training step. Without a device, the function gets CPU tensors.
 
     Raises:
         ValueError: If ``ahead`` is below 1.
@@ -74,7 +74,7 @@ class Device(Generic[Made_co]):
 
 
 def found_here(device: Any) -> "torch.device | Device[Any] | None":
-    """Resolve a device's name to a ``torch.device``; a ``Device`` keeps its options."""
+    """Resolve ``device`` to a torch device or None; a ``Device`` keeps its options."""
     if isinstance(device, Device):
         return replace(device, name=device_of(device.name))
     return device_of(device)
@@ -84,7 +84,7 @@ def device_of(device: Any) -> torch.device | None:
     """Return the device that batches are moved to; None for host memory.
 
     Args:
-        device: A name or ``torch.device``; an index of the current accelerator;
+        device: None; a name or ``torch.device``; an index of the current accelerator;
             ``"auto"`` for that accelerator, or host memory if there is none; or a
             one-dimensional ``DeviceMesh`` for this rank's device.
     """

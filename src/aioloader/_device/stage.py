@@ -2,9 +2,9 @@
 
 A thread takes ready batches, starts their copies and passes them on immediately; the
 consumer's stream waits for the copies on the device. The host memory of at most two
-batches is kept until it is copied: the second copy is queued during the first, so there
-is no gap. (Leaves that move at delivery keep it longer.) The thread sleeps when nothing
-is requested, and when the device is several batches late.
+batches is kept until their copies end: the second copy is queued during the first, so
+there is no gap. (Leaves that move at delivery keep it longer.) The thread sleeps while
+no batch is ready or the queue is full, and while the device is several batches late.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ from aioloader._pipeline.runner import GRACE
 class Staged:
     """A queue like ``ReadyQueue`` whose first few batches are already moved.
 
-    A batch is moved when fewer than ``depth`` moved ones wait for the consumer. So the
+    A batch is moved when fewer than ``depth`` moved batches await the consumer. So the
     device has up to ``depth`` batches besides those that the consumer holds.
     """
 

@@ -1,8 +1,8 @@
 """Checks of ``DataLoader``'s arguments, first each alone, then in combination.
 
 ``given_part`` checks the ranks, and torch's samplers check the batch size. Where torch
-has an error message, it is used here too, so that users can search for it. After an
-assignment to an attribute, arguments are checked again, but not their combination.
+has an error message, the same words are used here, so that users can search for them.
+After an assignment to an attribute, arguments are checked again, each alone.
 """
 
 import contextlib
@@ -61,7 +61,7 @@ _FORMER = {
 
 
 def refuse_unknown(unknown: Mapping[str, Any]) -> None:
-    """Raise a TypeError for an unknown argument, and suggest the right one."""
+    """Raise a TypeError for an unknown argument, and suggest a replacement, if any."""
     name, value = next(iter(unknown.items()))
     if name in _FORMER:
         now = _FORMER[name].format(value)
@@ -116,7 +116,7 @@ def check_together(options: Options, shuffle: Any) -> None:
 
 
 def count_workers(num_workers: Any, workers: Any) -> Any:
-    """Return the worker count as an integer; ``RayWorkers`` have their own count."""
+    """Return the number of workers, from ``num_workers`` or from ``RayWorkers``."""
     num_workers = auto_number("num_workers", num_workers)
     if isinstance(num_workers, Auto):
         is_fixed = isinstance(workers, RayWorkers)
@@ -165,7 +165,7 @@ def context_of(context: Any, num_workers: int, workers: Any) -> Any:
 def _check_seeds(options: Options) -> None:
     """Refuse ``rng`` where concurrent code shares the global generators.
 
-    Threads share them, and so do the coroutines that run in this process.
+    Threads share these generators, and so do coroutines that run in this process.
     """
     if options.num_workers:
         is_pool = isinstance(options.workers, ThreadPoolExecutor)

@@ -29,7 +29,7 @@ _DEFAULT_FUNCTIONS = (None, default_collate, default_convert)
 
 
 def check_auto(options: Options) -> None:
-    """Refuse ``num_workers="auto"`` where samples depend on the number of workers."""
+    """Refuse ``num_workers="auto"`` where the worker count changes what is loaded."""
     if not isinstance(options.num_workers, Auto):
         return
     reason = ""
@@ -48,8 +48,8 @@ def check_auto(options: Options) -> None:
 def begin(loader: Any, options: Options) -> None:
     """Set the first values of the arguments that are ``"auto"``.
 
-    Whether there are workers is final, because random numbers depend on it. All-async
-    code and a ``TensorDataset`` get none, unless an argument needs workers.
+    Random numbers depend on whether there are workers, so later epochs keep the choice.
+    All-async code and a ``TensorDataset`` get none, unless an argument needs workers.
     """
     workers = options.num_workers
     if isinstance(workers, Auto):

@@ -88,14 +88,14 @@ class DataLoader(TorchLoader[Batch]):
         batch_size: Samples per batch; ``None`` delivers single samples.
         shuffle: Visit a map-style dataset in a new random order each epoch.
         sampler: Yields indices; excludes ``shuffle``.
-        batch_sampler: Yields lists of indices; excludes the three above and
-            ``drop_last``.
+        batch_sampler: Yields lists of indices; excludes ``batch_size``, ``shuffle``,
+            ``sampler`` and ``drop_last``.
         num_workers: Worker processes (or threads) that make batches. ``"auto"``: none
             for a ``TensorDataset`` or if all code is async, otherwise one per core (at
             most 8) in the first epoch, then adjusted between epochs while that helps
-            (not with ``persistent_workers``). An error if samples or random numbers
-            would depend on it. On free-threaded Python, ``"auto"`` uses threads for a
-            plain map-style dataset, which they share.
+            (not with ``persistent_workers``); refused if samples, random numbers or
+            states would depend on the number. On free-threaded Python, ``"auto"`` uses
+            threads for a plain map-style dataset, which they share.
         collate_fn: Turns a list of samples into a batch; may be async.
         pin_memory: Copy batches into page-locked memory.
         drop_last: Drop a short last batch.
@@ -125,11 +125,11 @@ class DataLoader(TorchLoader[Batch]):
         workers: ``"process"``, ``"thread"`` (for code that releases the GIL), a
             ``concurrent.futures.Executor``, or ``RayWorkers``.
         fetch: Where samples are read: ``"workers"``, ``"loader"`` (workers transform
-            and collate), or ``"auto"``: the loader reads async iterables, workers
-            read the rest.
+            and collate), or ``"auto"``: workers if they can. Processes can read all
+            but async iterables; other workers read only map-style datasets.
         rng: What seeds random numbers: the ``"batch"`` (the default with workers), the
             ``"sample"``'s position in the epoch, or the ``"worker"``, as in torch.
-            Without workers, the state of the global generators is restored afterwards.
+            Without workers, the global generators' state is restored after each batch.
         on_timeout: ``"raise"``, or ``"restart"`` the worker that delays the batch.
         loop: ``"thread"``: the loader's own loop in a private thread, which keeps
             running while the consumer computes; ``"caller"``: the loop that iterates.
@@ -148,7 +148,7 @@ class DataLoader(TorchLoader[Batch]):
             ``"pad"``: the same, and each batch is a pair ``(batch, mask)``; ``"drop"``;
             or ``"uneven"``. Streams of unknown length have no default.
         lifespan: Returns a context manager, plain or async, for the dataset: entered
-            where samples are read (once here, or in each worker process).
+            where samples are read (once in this process, or in each worker process).
         prefetch_bytes: Limit on the bytes of batches in flight, estimated from the
             largest recent batch; one batch is always requested.
 
@@ -373,7 +373,7 @@ class DataLoader(TorchLoader[Batch]):
         return self._iterate(is_async=False)
 
     def _options(self, *, fixes_ranks: bool = False) -> Options:
-        """Return the current options; ``fixes_ranks``: look up and store the rank."""
+        """Return the current options; ``fixes_ranks`` looks up and stores the rank."""
         live = self._live
         part = (None if fixes_ranks else live.part) or current_part(self)
         if fixes_ranks:
@@ -401,7 +401,7 @@ class DataLoader(TorchLoader[Batch]):
     def set_epoch(self, epoch: int) -> None:
         """Set the number of the next epoch, also in the samplers and the dataset.
 
-        Persistent workers set it in their copies of the dataset, too.
+        Persistent workers also set it in their copies of the dataset.
         """
         loaded = self._live.loaded
         if loaded is not None and loaded.epoch != epoch:
@@ -443,22 +443,22 @@ class DataLoader(TorchLoader[Batch]):
         return iterator
 
     def state_dict(self) -> State:
-        """Return the position after the last delivered batch.
+        """Return the loader's state after the last delivered batch.
 
-        The state is small, takes microseconds, and may be requested at any time, from
-        any thread. It is ready for JSON if the states of your dataset and sampler are.
+        This takes microseconds, and works at any time and from any thread. The state is
+        small, and ready for JSON if the states of your dataset and sampler are.
         """
         return self._live.state_dict(self._options)
 
     def load_state_dict(self, state: State, *, strict: bool = True) -> None:
-        """Make the next iteration resume from a saved state; ignore an empty one.
+        """Make the next iteration resume from a saved state; ignore an empty state.
 
         An iterable that has no ``state_dict`` is read again up to the saved position.
 
         Args:
             state: The state that ``state_dict`` returned.
             strict: Whether shards must have the same times or ETags as at the save.
-                If not, only lengths are compared, so copies of the shards fit too.
+                If False, these may differ, so copies of the shards are accepted.
 
         Raises:
             StateMismatchError: If the state does not fit this loader.
@@ -513,8 +513,8 @@ class DataLoader(TorchLoader[Batch]):
         Args:
             ranks: A name for this loader, the same on all ranks, such as ``"train"``.
                 The report then also names the rank that waits longest for batches, and
-                ranks that have not called this in the same epoch. Ranks exchange data
-                through the store of torch's process group; none waits for another.
+                ranks that have not called ``report`` in this epoch. Ranks exchange data
+                through the store of torch's process group, without waiting.
         """
         from aioloader._observe import verdict
 
@@ -545,8 +545,8 @@ class DataLoader(TorchLoader[Batch]):
         """Return a context manager that records when and where batches are made.
 
         Open the file in Perfetto or Chrome's tracing; ``aioloader.merge_traces`` merges
-        it with a trace of ``torch.profiler``, which has the same clock. For ``with``
-        and ``async with``; tracing costs 0.1 us per batch.
+        it with a trace of ``torch.profiler``, which has the same clock. Use the result
+        in ``with`` or ``async with``. Tracing costs 0.1 us per batch.
 
         Args:
             path: The JSON file; compressed if the name ends with ``".gz"``.
@@ -607,9 +607,9 @@ class DataLoader(TorchLoader[Batch]):
             await self.aclose()
 
     def close(self) -> None:
-        """End all iterations and release their resources; the wait is bounded.
+        """End all iterations and release their resources, within a limited time.
 
-        A loop in another thread or task ends as if its epoch were over; ``state_dict``
+        A loop in another thread or task ends as if the epoch were over; ``state_dict``
         returns its position. Errors are raised once all iterations have ended.
         """
         self._live.close()

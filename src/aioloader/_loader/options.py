@@ -96,12 +96,12 @@ class Options(AddedArguments):
         kind: Whether the dataset is map-style, iterable or async iterable.
         is_own_stream: Whether the dataset is one of aioloader's streams.
         is_list: Whether the dataset is a list or a tuple.
-        reads_async: Whether a coroutine reads samples.
-        is_plain: Whether none of the user's functions is async.
+        reads_async: Whether samples are read asynchronously.
+        is_plain: Whether reading, ``transform`` and ``collate_fn`` are not async.
         batched: Whether samples are collated into batches.
         has_processes: Whether worker processes make batches.
         patience: How many seconds a consumer waits for a batch; None: no limit.
-        is_keyed: Whether each batch (or sample) has its own seed; default with workers.
+        is_keyed: Whether each batch (or sample) has a seed, as by default with workers.
     """
 
     dataset: Any
@@ -199,7 +199,7 @@ class Options(AddedArguments):
 
     @property
     def engine(self) -> tuple[str, ...]:
-        """Modules to import before batches are made, unless the loader ``is_bare``."""
+        """The names of modules to import before a pipeline makes batches."""
         names = ["aioloader._loader.sources"]
         if self.has_processes:
             names.append("aioloader._workers.process.pool")
@@ -241,7 +241,7 @@ class Options(AddedArguments):
 
     @cached_property
     def target(self) -> Device[Any]:
-        """The device to move batches to; without a name they stay in CPU memory."""
+        """The ``Device`` to move batches to; without a name they stay in CPU memory."""
         target = self.device if isinstance(self.device, Device) else Device(self.device)
         if target.name is None or isinstance(target.name, torch.device):
             return target
@@ -249,7 +249,7 @@ class Options(AddedArguments):
 
     @cached_property
     def is_moved(self) -> bool:
-        """Whether a device stage follows the pipeline."""
+        """Whether a device stage moves or transforms the batches of the pipeline."""
         if self.device is None:
             return False
         return self.target.name is not None or self.target.transform is not None
@@ -291,7 +291,7 @@ class Options(AddedArguments):
         return self.is_inline and is_map and is_one_by_one and not is_more
 
     def is_at_hand(self, order: Order) -> bool:
-        """Tell whether collating in the caller's thread is cheaper than in another.
+        """Tell whether collating is cheapest in the caller's thread.
 
         The first and the last sample decide; collating them runs no user code.
         """
@@ -304,7 +304,7 @@ class Options(AddedArguments):
 
     @property
     def index_sampler(self) -> Any:
-        """The sampler of the order; a custom batch sampler takes precedence."""
+        """The sampler that determines the order, such as a custom batch sampler."""
         return index_sampler_of(self.sampler, self.batch_sampler)
 
     @property
@@ -326,7 +326,7 @@ class Options(AddedArguments):
         return lambda _saved: Order(size, part)
 
     def length(self, part: RankPart | None = None) -> int:
-        """Return the number of batches per epoch on this rank."""
+        """Return the number of batches per epoch on this rank, or raise a TypeError."""
         part, batches = part or self.part, self.batch_sampler
         if self.is_own_stream:
             return self._stream_length(part)
@@ -343,7 +343,7 @@ class Options(AddedArguments):
     def samples(self) -> int | None:
         """The number of map-style samples on this rank; None if unknown or unneeded.
 
-        Only an ``on_error`` that allows a fraction of the samples to fail needs it.
+        Only an ``on_error`` that allows a fraction of the samples to fail needs this.
         """
         is_share = isinstance(self.at_most, float) and self.kind is Kind.MAP
         if is_share and self.global_batch_size is not None:

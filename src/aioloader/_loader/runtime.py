@@ -139,8 +139,8 @@ class Runtime:
     ) -> Feed:
         """Return the feed of one iteration; a later ``begin`` starts its epoch.
 
-        The epoch is ``drawn``, a new one, or resumed from a loaded state. In the last
-        case ``claim`` holds the state: only one iteration may resume from it.
+        The epoch is ``drawn``, a new one, or resumed from a loaded state. If
+        resumed, ``claim`` holds the state: only one iteration may resume from a state.
         """
         epoch: Epoch | None = None
         try:
@@ -174,7 +174,7 @@ class Runtime:
             raise raisable(error, "user code")  # noqa: B904  (it keeps its cause)
 
     def _claim_state(self, epoch: Epoch, claim: "IteratorCore") -> bool:
-        """Claim an epoch's state and number; False if another thread was faster."""
+        """Claim an epoch's saved state and number; return False if they are taken."""
         with self._lock:
             is_free = self._state_to_resume(claim) is epoch.saved
             if is_free:
@@ -183,7 +183,7 @@ class Runtime:
         return is_free
 
     def _begin(self, options: Options, epoch: Epoch) -> None:
-        """Begin an epoch at its saved position, or as the latest one's successor."""
+        """Begin an epoch at its saved position, or as the latest epoch's successor."""
         outline = options.outline() if options.is_own_stream else None
         saved, start, before, number = epoch.saved, BEGINNING, self.epoch, None
         if saved is not None:
@@ -204,7 +204,7 @@ class Runtime:
             record_first_states(options, epoch, before, is_kept=is_kept)
 
     def _state_to_resume(self, claim: "IteratorCore") -> LoaderState | None:
-        """Return the state to resume from, or None without one or if it is claimed."""
+        """Return the state from which ``claim`` may resume, or None."""
         holder = None if self._claim is None else self._claim()
         if holder is not None and holder is not claim and holder.is_held:
             return None
@@ -214,7 +214,7 @@ class Runtime:
         return saved
 
     def begin(self, feed: Feed) -> None:
-        """Make the epoch of a prepared iteration the latest one."""
+        """Start the epoch of a prepared iteration, and store it as the latest epoch."""
         epoch = feed.epoch
         self.numbers.begin(epoch)
         self.epoch = epoch
@@ -225,7 +225,7 @@ class Runtime:
             self.loaded = None
 
     def follow(self, trace: "Trace") -> None:
-        """Record the latest iteration, and all that are under way, in a trace."""
+        """Record the latest iteration and all iterations under way in a trace."""
         latest = None if self.epoch is None else self.epoch.counters
         for iterator in self.iterators():
             counters = iterator.counters
@@ -305,7 +305,7 @@ class Runtime:
             self._pools.close()
 
     def state_dict(self, options: "Callable[[], Options]") -> State:
-        """Return a loaded state that no iteration has resumed from, or the position."""
+        """Return a loaded state that no iteration has resumed, or the current state."""
         now, loaded = options(), self.loaded
         prepared = None if loaded is None else self.numbers.latest_reserved()
         if prepared is not None and prepared.saved is loaded:

@@ -1,8 +1,8 @@
 """Samplers for a loader's arguments, and each rank's part of the batches.
 
-Without ``rank``, a loader delivers all samples, as torch's does. ``"auto"`` is looked
-up when an iteration starts: the process group may be initialized after the loader is
-made. Nothing here communicates with other ranks.
+Without ``rank``, a loader delivers all samples, as torch's does. ``rank="auto"`` is
+looked up when an iteration starts, as the process group may be initialized after the
+loader is made. Nothing here communicates with other ranks.
 """
 
 import copy
@@ -105,8 +105,8 @@ def end_rounds(
 ) -> Any:
     """Return the ``EpochEndRounds`` in which ranks agree on an end; None if unneeded.
 
-    They are needed if ranks have unknown numbers of batches and must end together.
-    ``own``: this rank's stream. ``start``: how many batches of ``epoch`` it delivered.
+    Rounds are needed if ranks have unknown numbers of batches and must end together.
+    ``own`` is this rank's stream; ``start`` batches of ``epoch`` were delivered before.
     """
     outline = options.outline() if own is None else own.outline()
     dataset, (rank, ranks) = options.dataset, outline.ranks or (0, 1)
@@ -230,7 +230,7 @@ def warn_of_repeats() -> bool:
 def make_samplers(
     options: Options, given: RankPart | None, shuffle: Any
 ) -> tuple[Any, Any, int | None]:
-    """Return sampler, batch sampler and batch size, as torch does without ranks."""
+    """Return sampler, batch sampler and batch size; without ranks, equal to torch's."""
     sampler, batch_sampler = options.sampler, options.batch_sampler
     size, dataset, generator = options.batch_size, options.dataset, options.generator
     if sampler is None:
@@ -254,7 +254,7 @@ def make_samplers(
 
 
 def _check_lengths(dataset: Any, batch_sampler: Any) -> None:
-    """Check that a batch sampler's ``lengths``, if any, are as many as the samples."""
+    """Check that a batch sampler's ``lengths``, if any, has an entry per sample."""
     for part in nested(batch_sampler):
         lengths = getattr(part, "lengths", None)
         if lengths is None or not isinstance(part, KeyedOrder):
@@ -302,7 +302,7 @@ def seed_pipe(dataset: IterDataPipe[Any], generator: torch.Generator | None) -> 
 
 
 def set_epochs(samplers: Iterable[Any], dataset: Any, epoch: int) -> None:
-    """Set the next epoch's number in samplers and dataset that have ``set_epoch``."""
+    """Call ``set_epoch`` of the samplers and the dataset, except for streams."""
     parts = [*itertools.chain.from_iterable(map(nested, samplers)), dataset]
     for part in {id(part): part for part in parts}.values():
         if not isinstance(part, OwnStream):  # a stream gets it when the epoch starts

@@ -1,6 +1,6 @@
 """Types for the overloads of ``DataLoader``, which only type checkers use.
 
-The overloads infer the type of a batch where typing can express it: tensors, tuples and
+The overloads infer the type of a batch where typing can express it: tensors, lists and
 dicts of tensors, or what ``collate_fn`` returns. Everything else is ``Any``.
 """
 
@@ -29,7 +29,7 @@ V = TypeVar("V", bound=Number)
 
 
 class Indexed(Protocol[S_co]):
-    """A dataset with ``__getitem__``, which torch's iterable datasets have too."""
+    """A dataset with ``__getitem__``, which torch's iterable datasets also have."""
 
     def __getitem__(self, index: int, /) -> S_co: ...
 

@@ -157,7 +157,7 @@ def _queue(
 
 
 def _place(options: Options, *, is_async: bool) -> RunnerPlace:
-    """Return where this process runs its part of the pipeline, a thread or a loop."""
+    """Return the place of the runner in this process, such as a thread or a loop."""
     is_here = options.workers == "thread" or isinstance(options.workers, Executor)
     if options.pool_reads and not is_here:
         return "pool"
@@ -358,7 +358,7 @@ def _pinning(collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _around(options: Options) -> Callable[[BatchTask], Any]:
-    """Return a factory of context managers that seed a batch's plain code here."""
+    """Return a factory of context managers that seed plain code in this process."""
     if not options.is_keyed:
         return nullcontext
     if not options.num_workers:

@@ -1,8 +1,8 @@
 """Save and load the state of a loader, such as its epoch and delivered batches.
 
-A state is a dict of a few numbers with checksums, ready for JSON if the dataset's state
-is. Workers, prefetching and devices are not saved and may differ at the load. Only
-delivered batches count. The dataset's state is saved as of the last delivered batch,
+A state is a dict of a few numbers with checksums, ready for JSON if the states of
+dataset and sampler are. Workers, prefetching and devices are not saved, and may differ.
+Only delivered batches count. The dataset's state is as of the last delivered batch,
 for each reader of an iterable or each worker's copy of a map-style dataset.
 Source: torchdata 0.11, ``stateful_dataloader/worker.py``.
 """
@@ -38,7 +38,7 @@ def _must_match(
 ) -> Any:
     """Declare a field that must have the same value in the loader that loads the state.
 
-    ``of``: computes the value. ``differs``: the error. ``if_known``: None matches any.
+    ``of`` computes the value, ``differs`` is the error, ``if_known`` lets None match.
     """
     rule = {"differs": differs, "of": of, "if_known": if_known}
     return field(default=None, metadata=rule)
@@ -148,7 +148,7 @@ def unsealed(state: Any) -> LoaderState:
     """Return the ``LoaderState`` that a saved dict contains.
 
     Raises:
-        StateMismatchError: If ``state`` is no state, of another version, or damaged.
+        StateMismatchError: If ``state`` is damaged, of another version, or no state.
     """
     if not isinstance(state, Mapping) or "version" not in state:
         keys = sorted(map(str, state)) if isinstance(state, Mapping) else state
@@ -245,9 +245,9 @@ def epoch_settings(options: Options) -> State:
 
 
 def fingerprint_of(dataset: Any) -> State:
-    """Return the fingerprints of aioloader's datasets in ``dataset``, by entry.
+    """Return the fingerprints of aioloader's datasets in ``dataset``, by entry name.
 
-    Each value is a list with an item per dataset, None where the entry is missing.
+    Each value lists that entry of each dataset, or None where a dataset lacks it.
     """
     prints = [*filter(None, (own.fingerprint() for own in own_datasets(dataset)))]
     names = {name for entries in prints for name in entries}
@@ -407,7 +407,7 @@ def restore(options: Options, state: LoaderState, loads: StateLoads) -> None:
     """Restore generators, epoch numbers and dataset of this process from a state.
 
     This happens at the load, as in ``torch.set_rng_state``, so that a script may then
-    seed generators or set epochs. When an epoch resumes, it restores its state again.
+    seed generators or set epochs. A resumed epoch loads its own state when it starts.
 
     Raises:
         StateMismatchError: If the dataset cannot load a state.
@@ -423,7 +423,7 @@ def restore(options: Options, state: LoaderState, loads: StateLoads) -> None:
 
 
 def _restore_dataset(options: Options, state: LoaderState, loads: StateLoads) -> None:
-    """Restore the dataset of this process, an iterable only between epochs.
+    """Restore the dataset of this process; an iterable is restored between epochs only.
 
     The dataset may set torch's generator, from which the next epoch is drawn. If
     workers have copies of the dataset, this process's generator stays unchanged.

@@ -169,10 +169,10 @@ def for_workers(state: LoaderState, readers: int, *, is_part: bool = True) -> St
     """Return a stream's saved states, converted for ``readers`` workers.
 
     If all workers have delivered equally many batches, their states are merged, and any
-    number of workers resumes from the result. ``is_part``: other ranks have the rest.
+    number of workers can load the result. ``is_part``: other ranks hold other parts.
 
     Raises:
-        StateMismatchError: If ``readers`` differs and saved workers were not in step.
+        StateMismatchError: If ``readers`` differs and the workers were not in step.
     """
     states, saved = state.states, state.readers
     parts = [entry["dataset"] for entry in states.values()]
@@ -202,14 +202,14 @@ def merge_states(states: Iterable[State]) -> State:
     """Merge the states of all ranks into one that any number of ranks can load.
 
     All ranks must save after the same number of batches. Include the ranks whose epoch
-    has ended earlier, with their states between epochs.
+    ended earlier, with the states that they saved after its end.
 
     Args:
         states: What ``state_dict`` of each rank's loader returned, in any order.
 
     Raises:
-        StateMismatchError: If the states are of different runs or moments, or parts of
-            a stream are missing.
+        StateMismatchError: If the states are damaged, of another version, of different
+            runs or moments, or parts of a stream are missing.
         ValueError: If there are no states.
     """
     ranks = [*map(unsealed, states)]
@@ -272,7 +272,7 @@ def _check_alike(
 
 
 def _check_orders(states: Sequence[LoaderState]) -> None:
-    """Check that all ranks have the same order; some may not have drawn it yet."""
+    """Check that all ranks have the same order; some may not have drawn one yet."""
     first = states[0].order
     for state in states:
         for key, value in state.order.items():

@@ -1,8 +1,8 @@
 """Compatibility with frameworks that inspect torch's ``DataLoader``.
 
-They check the class, read a loader's arguments from ``vars`` and the signature of its
+Frameworks check the class, read a loader's arguments from ``vars`` and the signature of
 ``__init__``, and use private names of torch's class. All of these exist here, but
-torch's ``__init__`` is not called: it does not support async datasets.
+torch's ``__init__``, which does not support async datasets, is not called.
 """
 
 import functools
@@ -73,8 +73,8 @@ class TorchLoader(torch.utils.data.DataLoader[Any], AddedArguments, Generic[Batc
     def _keep_arguments(self, arguments: dict[str, Any]) -> None:
         """Keep the arguments as attributes.
 
-        Subclasses keep aioloader's arguments in ``_own``, which the loader reads: they
-        may use an argument's name for something else.
+        In subclasses, the loader reads aioloader's arguments from ``_own``, because the
+        subclass may use an argument's name for something else.
         """
         for name in TORCH_NAMES:
             setattr(self, name, arguments[name])
@@ -102,7 +102,7 @@ class TorchLoader(torch.utils.data.DataLoader[Any], AddedArguments, Generic[Batc
 
     @multiprocessing_context.setter
     def multiprocessing_context(self, context: Any) -> None:
-        """Set the context; accept a start method's name, too."""
+        """Set the context, or the one that a start method's name selects."""
         is_made = vars(self).get("_DataLoader__initialized")  # the constructor checks
         if is_made and context is not None:
             context = context_of(context, self.num_workers, self.workers)
@@ -110,7 +110,7 @@ class TorchLoader(torch.utils.data.DataLoader[Any], AddedArguments, Generic[Batc
 
     @property
     def _iterator(self) -> Any:
-        """The iterator with persistent workers, a substitute between epochs, or None.
+        """With persistent workers, an open iterator or a substitute; otherwise None.
 
         Code written for torch calls ``_shutdown_workers`` and sets this to None, so
         that new workers see a changed dataset.

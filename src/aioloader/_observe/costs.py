@@ -37,7 +37,7 @@ _QUICKEST, _MAX_TURNS = 0.05, 3
 
 @dataclass(frozen=True)
 class Costs:
-    """The durations of batches in seconds, as arrays with one entry per batch."""
+    """Durations of batches, as arrays with one entry per batch, and derived numbers."""
 
     read: Floats  # reading its samples one after another
     transform: Floats  # transforming its samples by plain code
@@ -191,9 +191,9 @@ def lock_waits(records: Sequence[BatchRecord], setting: RecordedSettings) -> Flo
 
     The waits are 0 unless batches that the consumer waited for came late, or many steps
     ended just after a batch was made. If many steps take equally long, each waited as
-    long as batches were being made in its last switch interval, or half of that if a
-    batch was made just before its end. Otherwise, if a batch was being made then, the
-    step's time beyond the quickest steps was waiting.
+    long as batches were being made in its last switch interval, or half as long if a
+    batch was made just before the step ended. Otherwise, if a batch was being made in
+    that interval, the step's time beyond the quickest steps was spent waiting.
     """
     none = np.zeros(max(0, len(records) - 1))
     if not (setting.is_shared and len(none)) or setting.on_device:
@@ -250,8 +250,8 @@ def _read_unlocked(costs: Costs, setting: RecordedSettings, each: float) -> Cost
     """Return the costs without the time that the event loop waits for the GIL.
 
     If the thread that makes batches always holds the GIL, only the quickest reads did
-    not wait. If it sometimes does, each sample of a stream may wait for the switch
-    interval, because a stream reads one sample after another.
+    not wait. If that thread sometimes holds it, each sample of a stream may wait for
+    the switch interval, because a stream reads one sample after another.
     """
     if setting.place != "loop" or not costs.is_measured:
         return costs
@@ -270,9 +270,9 @@ def _limited(
 ) -> Costs:
     """Return the costs with the limit on concurrent reads that records show, if any.
 
-    If reads queue there, most reads that started while few others ran took less than
-    half of the mean time. The number of reads served at a time follows from their rate
-    and the time of such reads (Little's law).
+    If reads queue at such a limit, most reads that started while few others ran took
+    less than half of the mean time. The number of reads served at a time is the rate of
+    all reads, times the mean seconds of reads that did not queue (Little's law).
     """
     is_read_here = setting.reads_async and not setting.reads_in_workers
     if not is_read_here or setting.is_stream or setting.transforms_async:
@@ -311,7 +311,7 @@ def slow_workers(
 ) -> tuple[float, ...]:
     """Return each worker's time per batch as a multiple of the median worker's.
 
-    Factors up to 2 may be chance and become 1. Empty for fewer than three workers.
+    Factors up to 2 may be chance and become 1. Return () for fewer than three workers.
     """
     seconds: dict[int, list[float]] = {}
     for record in records if setting.place == "workers" else ():
@@ -333,11 +333,11 @@ def plain_seconds(record: BatchRecord, setting: RecordedSettings) -> float:
 def measured_cpu(
     records: Sequence[BatchRecord], setting: RecordedSettings
 ) -> tuple[float, float]:
-    """Return plain code's share of processor time, and of waits for a processor.
+    """Return two shares of plain code's time: computing, and lacking a processor.
 
     The first is a share of all its seconds. The second is a share of the seconds in
     which it computed or was ready to. Both come from medians over batches, because the
-    first batch may wait for imports, page faults or a disk. Zeros if none was measured.
+    first batch may wait for imports, page faults or a disk. Both are 0 if unmeasured.
     """
     shares, delays = [], []
     for record in records:
@@ -355,7 +355,7 @@ def measured_cpu(
 def start_seconds(records: Sequence[BatchRecord], setting: RecordedSettings) -> float:
     """Return the seconds that an epoch waited for its worker processes to start.
 
-    0 without worker processes, if they are kept, or if batch 0 has no stage times.
+    Return 0 without worker processes, if they are kept, or without batch 0's times.
     """
     starts = setting.worker_kind == "process" and not setting.is_persistent
     first = records[0]

@@ -158,8 +158,7 @@ def observe_with_opentelemetry(meter: "Meter", /, **loaders: Any) -> None:
 
     Args:
         meter: Creates the instruments. Call this function once per meter.
-        loaders: The loaders, by name. A loader that is deleted is not observed any
-            more.
+        loaders: The loaders, by name. A deleted loader is no longer observed.
 
     Raises:
         ImportError: If opentelemetry-api is not installed.

@@ -10,9 +10,9 @@ seconds that each takes (Little). Assumptions:
 - Reads do not slow down when more run at a time, unless they queue (``costs``). A batch
   takes as long in a worker as in the consumer's process. Transport is as recorded and
   keeps no worker busy. If workers are new, ``changes`` adds a small batch's transport.
-- As many slots compute at a time as there are cores, but only one worker thread because
-  of the GIL. If records show that the consumer waits for the GIL (``costs``), it does
-  so whenever threads make batches.
+- As many slots compute at a time as there are cores, but only one if workers are
+  threads, because of the GIL. If records show that the consumer waits for the GIL
+  (``costs``), it waits whenever threads make batches.
 - Readers in several workers are one pool. Batches are copied to a device one by one.
 """
 
@@ -56,8 +56,8 @@ def taken_times(
 ) -> list[float]:
     """Return when the consumer takes each of an epoch's first ``batches`` batches.
 
-    The recorded batches are repeated as often as needed. ``requests``: how many batches
-    have their indices drawn.
+    The recorded batches are repeated as often as needed. ``requests``: the number of
+    batches whose indices are drawn.
     """
     parts: list[list[float]] = _parts(costs, setting).tolist()
     window, slots = window_of(setting, costs), setting.making_lanes
@@ -94,8 +94,8 @@ def taken_times(
 def _parts(costs: Costs, setting: RecordedSettings) -> Floats:
     """Return the seconds of each batch's stages, as an array with a row per batch.
 
-    Columns: time of all readers together; time until all samples are read; making in a
-    slot; transport; copy to the device; training step; drawing indices.
+    Columns: use of all readers together; reading until the last sample; making in a
+    slot; transport; copying to the device; training step; drawing indices.
     """
     made, back = costs.make, costs.transport
     flow = front = np.zeros(len(made))
@@ -116,7 +116,7 @@ def _parts(costs: Costs, setting: RecordedSettings) -> Floats:
 def pace(taken: Sequence[float]) -> float:
     """Return the seconds per batch, robust against batches that come in bursts.
 
-    That is the time from the first half's mean to the second half's, per batch between.
+    Divide the difference of the two halves' mean times by their distance in batches.
     """
     half = len(taken) // 2
     if not half:

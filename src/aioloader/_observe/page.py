@@ -240,7 +240,7 @@ def _timeline(
 
 
 def _waits(records: Sequence[BatchRecord]) -> Iterator[str]:
-    """Draw a bar for each batch's wait, or for several batches if there are many."""
+    """Draw a bar for each batch's wait; if there are many, one bar for several."""
     waits = [record.taken - record.asked for record in records]
     each = math.ceil(len(waits) / _MAX_BARS)
     most = max(waits) or 1.0

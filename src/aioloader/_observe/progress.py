@@ -1,7 +1,7 @@
 """A progress display for ``for`` and ``async for`` that shows rates and waiting.
 
 ``progress(loader)`` yields the loader's batches and reads ``loader.stats()`` at most
-twice a second. The display counts a batch only when the consumer requests the next one,
+twice a second. The display shows a batch only when the consumer requests the next one,
 so that nothing runs between a batch's arrival and its delivery: an interrupt there
 would lose the batch.
 """
@@ -70,7 +70,7 @@ def progress(
         An iterable for ``for`` and ``async for``; it can be iterated repeatedly.
 
     Raises:
-        TypeError: If ``loader`` is not a ``DataLoader`` and has no statistics.
+        TypeError: If ``loader`` has no method ``stats``.
     """
     if not hasattr(loader, "stats"):
         raise TypeError(f"progress needs an aioloader.DataLoader, got {type(loader)}")

@@ -38,15 +38,15 @@ class StageStats:
 
     Attributes:
         name: ``"sampler"`` (drawing indices, in the consumer's thread), ``"read"``,
-            ``"transform"``, ``"collate"``, ``"transport"`` (from collated until the
+            ``"transform"``, ``"collate"``, ``"transport"`` (from collating until the
             consumer or the device stage could take the batch; estimated if neither
             waited), ``"device"`` (moving the batch there) or ``"consumer"`` (busy from
             taking a batch to requesting the next).
         lanes: How many slots the stage has: jobs that run at a time.
         items: How many batches passed the stage.
-        busy: Seconds of work, summed over slots, as are the next two.
-        starved: Seconds without work to do.
-        blocked: Seconds in which the stage could not pass on its output.
+        busy: Seconds of work, summed over slots like the next two fields.
+        starved: Seconds in which slots had no work to do.
+        blocked: Seconds in which slots were blocked, in the sense above.
         p50: The median of seconds per batch. If a batch's samples are read
             concurrently, its reading ends with the last of them.
         p95: The 95th percentile of seconds per batch.
@@ -67,7 +67,7 @@ class StageStats:
 
     @property
     def shares(self) -> dict[str, float]:
-        """Shares of the time, from 0 to 1, under ``busy``, ``starved``, ``blocked``."""
+        """Shares of the time, from 0 to 1: ``busy``, ``starved`` and ``blocked``."""
         parts = {"busy": self.busy, "starved": self.starved, "blocked": self.blocked}
         seconds = sum(parts.values())
         return {
@@ -166,9 +166,9 @@ def transports(
     """Return the seconds of each batch's transport, and when the batch could be taken.
 
     The transport of a batch that the consumer waited for is measured. With a device,
-    where batches move one by one, it starts after the previous batch. Other batches are
-    assumed to take the median time, or less if less was available. Inline, transport is
-    the time from request to delivery in which the batch was not made.
+    where batches move one by one, transport starts after the previous batch. For other
+    batches, the median is assumed, or the time available if that is less. Inline,
+    transport is the time between request and delivery without making and drawing.
     """
     ends = np.array([record.taken - record.drawn for record in records])
     if setting.place == "inline":

@@ -31,7 +31,7 @@ class Percentiles(NamedTuple):
 
 
 class Listed(NamedTuple):
-    """How many shards an epoch listed before it read the first, and how long it took.
+    """How many shards an epoch listed before reading the first, and how long that took.
 
     Attributes:
         shards: How many shards were listed.
@@ -48,7 +48,7 @@ class SourceStats(NamedTuple):
     Attributes:
         samples: How many samples the mixture has taken from the source.
         passes: Number of the current pass over the source, from 1, as ``repeat`` counts
-            them; 0 before its first sample. It is the mean over this rank's readers.
+            them; 0 before the first sample. This is a mean over this rank's readers.
     """
 
     samples: int
@@ -71,17 +71,17 @@ class LoaderStats:
         failures: How many samples failed and were skipped or replaced.
         retries: How many times the loader's ``retry`` has repeated a read.
         worker_deaths: How many worker processes died, over all epochs.
-        worker_restarts: How many worker processes were started to replace them.
-        resumed_at: Number of the epoch's batch at which it resumed; 0 if it did not.
+        worker_restarts: How many worker processes were started to replace dead ones.
+        resumed_at: Number of the batch at which the epoch resumed; 0 if not resumed.
         batch_bytes: Mean bytes of a batch's tensors, arrays, byte strings and texts,
             over every 16th batch and a few early ones; 0 if none was measured.
-        listed: How a stream's shards were listed, if this process listed them.
+        listed: The listing of a stream's shards; None if this process listed none.
         loop_lag: How long the event loop that reads samples here was blocked; None if
             there is no such loop in this process, or nothing is measured yet.
         device_bytes: Bytes on the device of batches moved and not yet delivered.
         sources: For a mixture of streams, how much of each source this rank's readers
-            have read, by name. It counts up to the position of ``state_dict()``, so
-            samples that are still in later steps are not included.
+            have read, by name. Samples beyond the position of ``state_dict()``, which
+            are still in later steps of the streams, are not counted.
         iteration: Identity of the iteration, since two may have the same epoch number.
     """
 
@@ -150,7 +150,7 @@ class LoaderStats:
         return stage_stats(self._records, self._setting, self._copies)
 
     def __str__(self) -> str:
-        """Return the statistics as text with a table of stages, at most 100 columns."""
+        """Return the statistics as text, with a table of recorded stages, if any."""
         waited = seconds_text(self.waited)
         flight = f"{self.in_flight} in flight; waited {waited}"
         lines = [f"epoch {self.epoch}: {self.batches:,} batches, {flight}"]

@@ -74,7 +74,7 @@ class Trace:
     Args:
         path: The JSON file; it replaces an existing one only when complete. It is
             compressed if the name ends with ``".gz"``.
-        traces: The loader's active traces; contains this one during the block.
+        traces: The loader's list of active traces, with this one during the block.
     """
 
     def __init__(self, path: StrPath, traces: "list[Trace]") -> None:
@@ -86,8 +86,8 @@ class Trace:
     def follow(self, counters: Counters, setting: RecordedSettings) -> None:
         """Collect the records of an epoch during the block.
 
-        The loader calls this for epochs under way when the trace is made, and for each
-        epoch that starts in the block, before its first batch.
+        The loader calls this for the latest epoch, and others under way, when the trace
+        is made, and for each epoch that starts in the block, before its first batch.
         """
         traced = Traced(counters, setting)
         self._traced.append(traced)
@@ -131,7 +131,7 @@ class Trace:
             epoch.stop()
 
     def _write(self, error: BaseException | None) -> None:
-        """Write the file, all or nothing; ``error``: what the block raised, if any."""
+        """Write the whole file or none; ``error`` is what the block raised, if any."""
         assert self._unix is not None
         traced, self._traced = self._traced, []
         epochs = [
@@ -202,7 +202,7 @@ def _extent(events: Iterable[Event]) -> tuple[float, float]:
 
 
 class _Slices(NamedTuple):
-    """Consecutive slices on one track; ``times`` has each begin, and the last end."""
+    """Consecutive slices on a track; ``times`` holds their begins and the final end."""
 
     track: _Track
     names: Sequence[str]
@@ -307,7 +307,7 @@ def _making(
 
 
 def _ready(traced: Traced) -> Iterator[tuple[float, int]]:
-    """Yield a time and +1 or -1 whenever a batch becomes ready or is taken."""
+    """Yield pairs of a time and +1 (a batch became ready) or -1 (it was taken)."""
     if traced.setting.place != "inline":
         for record in filter(is_made, starmap(BatchRecord, traced.records)):
             yield record.made[4], 1

@@ -1,10 +1,10 @@
 """Decide whether the loader limits training, at which stage, and which change helps.
 
 The times of the recorded batches are computed again (``pace``) for each change of an
-argument, and for each stage at twice its speed. Speed-ups are limited by the measured
-wait and by idle processors and slots. The advice is the cheapest change close to the
-largest speed-up. The model's error is the difference between computed and measured time
-under the recorded settings. If it is large, no change that needs the model is advised.
+argument, and for each stage at twice its speed. Measured waits and the idle time of
+processors, GIL and event loop limit speed-ups. The advice is the cheapest change close
+to the largest speed-up. The model's error is that of the seconds computed for the
+recorded settings. If it is large, no change that needs the model is advised.
 """
 
 from collections.abc import Sequence
@@ -63,7 +63,7 @@ class Advice:
     Attributes:
         argument: What to change: an argument of ``DataLoader`` or ``Device``, a
             coroutine that blocks the loop, or the size of batches.
-        old: Its present value.
+        old: The present value of ``argument``.
         new: The value to set.
         gain: Expected speed-up in steps per second, in percent.
         why: The reason, as a clause.
@@ -87,7 +87,7 @@ class HeadRoom(NamedTuple):
 
     Attributes:
         speed: Speed of a step, as a multiple of the present speed.
-        utilisation: Share of the time in which it would compute, from 0 to 1.
+        utilisation: Share of the time that the accelerator would compute, from 0 to 1.
     """
 
     speed: int
@@ -103,8 +103,8 @@ class Report:
         stage: The limiting stage: ``"read"``, ``"transform"``, ``"collate"``,
             ``"transport"``, ``"device"``, ``"sampler"``, ``"consumer"``, ``"loop"``;
             ``"start"`` if each epoch waits for its workers; ``"nothing"`` if the
-            consumer hardly waits; ``"unknown"`` with fewer than two records.
-        advice: What to change; None if nothing is reliably 5 percent faster.
+            consumer hardly waits; ``"unknown"`` if fewer than two batches have times.
+        advice: What to change; None if no change is reliably 5 percent faster.
         limit: Why there is no advice, and what sets the pace; empty with advice.
         wait_share: Share of the time that the consumer waits, from 0 to 1, including
             waits for the GIL if threads of the loader hold it.
@@ -113,7 +113,7 @@ class Report:
         batches: How many batches the report is computed from.
         model_error: Error of the seconds per batch computed for the recorded settings,
             as a share of the measured seconds.
-        remarks: Other facts: failures, dead workers, the slowest rank.
+        remarks: Other facts: failures, dead and restarted workers, the slowest rank.
     """
 
     headline: str
@@ -275,9 +275,9 @@ class _Case:
     def most(self, change: Change) -> float:
         """Return the largest speed-up, as a factor, that measurements allow a change.
 
-        At most, the consumer waits only for the sampler, and all processors are busy.
-        If the change keeps the slots that make batches, the event loop's thread is a
-        limit, too. So is this process's use of the GIL if threads would make batches.
+        At best, the consumer waits only for the sampler, and all processors are busy.
+        If the change keeps the workers, the event loop's thread is another limit. If
+        threads would make batches, this process's use of the GIL is a limit as well.
         """
         setting, then = self.setting, change.setting
         drawing = float(self.costs.sampler.mean()) / max(self.measured, 1e-9)
@@ -307,11 +307,11 @@ class _Case:
     def best(self) -> tuple[Change, float] | None:
         """Return the change to make and its speed-up in percent, or None.
 
-        None: no change is worth it, or too few batches are measured. Arguments are
-        preferred to new code if they reach three quarters of its speed. The result is
-        the cheapest change within 5 percent of the fastest; of equally cheap ones the
-        first, which changes least. Keeping workers is advised whatever the model's
-        error, because the time of their starts is measured.
+        Return None if no change is worth it or too few batches are measured. Arguments
+        are preferred to new code if they reach three quarters of its speed. The result
+        is the cheapest change within 5 percent of the fastest; of equally cheap ones,
+        the first, which changes least. Keeping workers is advised despite any error of
+        the model, because the time of their starts is measured.
         """
         if self.is_guess:
             return None
@@ -364,7 +364,7 @@ class _Case:
     def _freed(self, lag: LoopLag, advised: Advice | None) -> Advice | None:
         """Return the advice to unblock the event loop; its speed-up is an upper bound.
 
-        None if the loop is not the bottleneck, batches are few, or little is saved.
+        Return None if the loop is not the limit, batches are few, or the gain is small.
         """
         is_known = lag.culprit or lag.is_unseen
         if not is_known or lag.share < _LEAST_LAG or self.is_guess:

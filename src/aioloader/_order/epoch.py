@@ -1,7 +1,7 @@
 """Epochs, with their numbers, orders and base seeds, and the consumer's position.
 
-Only delivered batches count. With ``in_order=False``, a position is a number below
-which all batches were delivered, and the set of later batches that were delivered too.
+Only delivered batches count. With ``in_order=False``, a position is the number below
+which all batches were delivered, and the set of later batches that were delivered.
 Nothing here does I/O or awaits; positions may be read from any thread.
 """
 
@@ -29,7 +29,7 @@ from aioloader._order.ranks import WHOLE, RankPart
 class HasEpoch(Protocol):
     """A loader's or stream's iteration that runs user code in an epoch.
 
-    ``reads_whole``: streams that this code iterates are not split between workers.
+    ``reads_whole`` is True if workers do not split the streams that this code iterates.
     """
 
     @property
@@ -57,7 +57,7 @@ def under_way(driver: HasEpoch) -> Iterator[None]:
 
 @dataclass(eq=False, repr=False)
 class EpochPosition:
-    """Which batches of an epoch were delivered, and the states after them."""
+    """The delivered batches of an epoch, and the states after them."""
 
     done: int = 0  # every batch below this number was delivered
     beyond: frozenset[int] = frozenset()  # later batches that were delivered too
@@ -80,7 +80,7 @@ _LOCK = fork_safe(threading.RLock())
 class Progress:
     """The position of one iteration, whose batches come from readers in turn.
 
-    A batch that raised an error counts as delivered once a later batch is.
+    A failed batch counts as delivered once a later batch is, or the epoch is over.
     """
 
     def __init__(self, start: EpochPosition = BEGINNING, *, readers: int = 1) -> None:
@@ -101,7 +101,7 @@ class Progress:
         self._is_plain = not self._before and readers == 1
 
     def take(self, number: int, state: Any = None) -> None:
-        """Note that a batch was delivered (or is empty), and its reader's state.
+        """Count a batch as delivered (or as empty), and note its reader's state.
 
         This is the last call before delivery. It ends with one assignment, so that
         Ctrl-C finds the batch either delivered or not.
@@ -129,9 +129,9 @@ class Progress:
             self._failed[number] = state
 
     def end(self, number: int, state: Any = None) -> None:
-        """Note that a stream ended before batch ``number``, and its final state.
+        """Note the final state of a stream that ended before batch ``number``.
 
-        Its earlier batches may still be in flight.
+        Earlier batches of the stream may still be in flight.
         """
         with _LOCK:
             self._settle()
@@ -140,7 +140,7 @@ class Progress:
             self._advance()
 
     def end_reader(self, number: int) -> None:
-        """Note that the reader of batch ``number`` has ended before making it."""
+        """Note that the reader of batch ``number`` ended before making that batch."""
         with _LOCK:
             self._settle()
             reader = number % self._readers
@@ -148,7 +148,7 @@ class Progress:
             self._advance()
 
     def note_dataset(self, worker: int, state: Any) -> None:
-        """Note the state of a worker's dataset after a delivered batch."""
+        """Note a worker's dataset state, at the start or after a delivered batch."""
         self._datasets[worker] = state
 
     def position(self) -> EpochPosition:
@@ -181,7 +181,7 @@ class Progress:
             self._advance()
 
     def _advance(self) -> None:
-        """Advance past delivered batches and the numbers of readers that have ended."""
+        """Advance ``_done`` past delivered batches and numbers of ended readers."""
         while True:
             done, reader = self._done, self._done % self._readers
             if self._end is not None and self._end[0] == done:
@@ -200,7 +200,7 @@ class Progress:
 
 @dataclass(eq=False, repr=False)
 class Epoch:
-    """One pass over the dataset, drawn for an iterator, started at its first step."""
+    """A pass over the dataset, drawn for an iterator and begun at its first step."""
 
     base_seed: int  # of random numbers in this epoch
     order: Order
@@ -235,12 +235,12 @@ class Epoch:
             self.turns = ReaderTurns(readers, start.done)
 
     def check_failures(self) -> None:
-        """At the end of the epoch, raise (once) if too many samples failed."""
+        """Once the epoch is over, raise an error if too many samples failed."""
         if self.progress.is_over and self.policy is not None:
             self.policy.end()
 
     def is_untouched(self) -> bool:
-        """Tell whether this iteration has delivered nothing yet."""
+        """Tell whether this iteration has delivered no batch and has not ended."""
         now, then = self.progress.position(), self.start
         is_equal = now.done == then.done and now.beyond == then.beyond
         return is_equal and not self.progress.is_over
@@ -248,7 +248,7 @@ class Epoch:
     def requests(self, *, as_lists: bool = True) -> Iterator[IndexBatch]:
         """Return an iterator that draws the remaining requests; call this once.
 
-        Without ``as_lists``, an ``IndexOrder`` yields indices as tensors and ranges.
+        Without ``as_lists``, an ``IndexOrder`` yields indices as tensors or ranges.
         """
         order, start = self.order, self.start
         if isinstance(order, IndexOrder):
@@ -294,7 +294,7 @@ class EpochNumbers:
         return EpochNumbers(sampler, self.next, self._order_epoch)
 
     def reserve(self, epoch: Epoch) -> None:
-        """Give an epoch and its order the saved, the outer loop's or the next number.
+        """Reserve a number for an epoch, and choose the epoch of its order.
 
         The number is free again if the epoch is dropped before it starts.
         """
@@ -327,13 +327,13 @@ class EpochNumbers:
             self._reserved.discard(epoch)
 
     def latest_reserved(self) -> Epoch | None:
-        """Return the epoch of the latest iterator that has not started, if any."""
+        """Return the reserved epoch with the highest number, or None."""
         number = operator.attrgetter("number")
         with self._lock:
             return max(self._reserved, key=number, default=None)
 
     def begin(self, epoch: Epoch) -> None:
-        """Count an epoch as started, unless the user has chosen another one since."""
+        """Count an epoch as started, unless the user has chosen another since."""
         with self._lock:
             if epoch not in self._reserved:
                 return
@@ -354,7 +354,7 @@ class EpochNumbers:
                 self._order_epoch = order_epoch
 
     def choose(self, epoch: int) -> None:
-        """Make ``epoch`` the next number; the caller also sets it in the sampler."""
+        """Make ``epoch`` the next number; the caller sets the samplers' epoch."""
         epoch = operator.index(epoch)
         if epoch < 0:
             raise ValueError(f"epoch must not be negative, got {epoch}")
@@ -383,9 +383,9 @@ def index_sampler_of(sampler: Any, batch_sampler: Any) -> Any:
 def order_of(
     sampler: Any, batch_sampler: Any, part: RankPart = WHOLE, saved: State | None = None
 ) -> IndexOrder | IteratedOrder:
-    """Return the next epoch's order of a map-style dataset, or restore a saved one.
+    """Return the next epoch's order of a map-style dataset, or a saved order.
 
-    Torch's basic samplers and a ``SeekableOrder`` are indexed; others are iterated.
+    Where possible this is an ``IndexOrder``, otherwise an ``IteratedOrder``.
     """
     saved, drop_last = saved or {}, False
     size: int | None = 1 if batch_sampler is None else None

@@ -1,9 +1,9 @@
 """Index batches from orders with random access, and the random state of samplers.
 
 Torch's samplers yield integers one by one. For torch's exact classes, batches are
-sliced from one index tensor instead. A ``SeekableOrder`` is computed in blocks from the
-start position. A sampler's order is repeated from its seed, or from the state that its
-generator had before the order was drawn (3.4 KB of text).
+sliced from one tensor or range instead. A ``SeekableOrder`` is computed in blocks, from
+the start position on. To repeat an order, its seed is saved, or the state that the
+sampler's generator had before the order was drawn (3.4 KB of text).
 """
 
 import base64
@@ -53,7 +53,7 @@ class IndexBatch(NamedTuple):
 
 @dataclass(eq=False, repr=False)
 class Order:
-    """One epoch's index batches on one rank; the base class is for streams.
+    """The index batches of one epoch on one rank; this base class is for streams.
 
     A stream's indices are endless positions, because only the stream knows its end.
     """
@@ -64,9 +64,9 @@ class Order:
     end: State | None = field(default=None, init=False)  # a sampler's final state
 
     def prepare(self, epoch: int | None = None, /) -> None:
-        """Draw the seed that a saved state needs, but no permutation yet.
+        """Draw the seed that ``state`` must include, but no permutation yet.
 
-        ``epoch`` is the epoch of a ``KeyedOrder``; None: its current one.
+        ``epoch`` is the epoch to set in a ``KeyedOrder``; None keeps its current epoch.
         """
 
     def draws_slowly(self, _number: int, _start: int, /) -> bool:
@@ -76,7 +76,7 @@ class Order:
     def batches(
         self, start: int = 0, _after: State | None = None, /
     ) -> Iterator[IndexBatch]:
-        """Yield batches from number ``start`` on, given the sampler's state before."""
+        """Yield batches from number ``start`` on; ``_after``: the state before them."""
         return self.batches_of(itertools.count(start))
 
     def batches_of(self, numbers: Iterable[int]) -> Iterator[IndexBatch]:
@@ -97,9 +97,9 @@ class Order:
         return True
 
     def _rank_part(self, batch: Any) -> tuple[Any, int, int]:
-        """Return this rank's part of a batch, the padding's size, and its source.
+        """Return this rank's part of a batch, the size of its padding, and a position.
 
-        The source is a position of the order, modulo the order's length, as in torch.
+        Padding repeats the order from that position, modulo the order's length.
         """
         part = self.part
         mine, padding = part.share(len(batch))
@@ -125,7 +125,7 @@ class IndexOrder(Order):
                 self._seekable.set_epoch(epoch)
 
     def draws_slowly(self, number: int, start: int, /) -> bool:
-        """Tell whether request ``number``, first or last, draws a long permutation."""
+        """Tell whether a long permutation is drawn at request ``number``."""
         if self.draws is None or len(self.sampler) <= _QUICK_LENGTH:
             return False
         whole = (self.size or 1) * self.part.world_size
@@ -134,7 +134,7 @@ class IndexOrder(Order):
     def batches(
         self, start: int = 0, _after: Any = None, /, *, as_lists: bool = True
     ) -> Iterator[IndexBatch]:
-        """Yield the batches, with indices as lists, or else as tensors or ranges."""
+        """Yield batches of indices: lists if ``as_lists``, else tensors or ranges."""
         n, rank, is_alone = len(self.sampler), self.part.rank, self.part.world_size == 1
         whole = (self.size or 1) * self.part.world_size
         self.prepare()
@@ -169,7 +169,7 @@ class IndexOrder(Order):
         self._draw_unused()
 
     def _padded(self, batch: Any, indices: Any) -> tuple[Any, int]:
-        """Return this rank's padded part of a global batch, and how much is padding."""
+        """Return this rank's padded part of a global batch, and the padding's size."""
         own, padding, position = self._rank_part(batch)
         if padding:
             again = int(indices[position % len(indices)])
@@ -177,7 +177,7 @@ class IndexOrder(Order):
         return own, padding
 
     def _draw_unused(self) -> None:
-        """Draw torch's unused permutation, once, if the user passed a generator."""
+        """Draw once the extra permutation that torch draws from a user's generator."""
         own = None if self.draws is None else self.sampler.generator
         if own is not None and not self.pulled:
             _permutation(len(self.sampler), own)
@@ -247,7 +247,7 @@ class SamplerDraws:
     def begin(self) -> torch.Generator:
         """Return the generator to draw from, in its state before the order is drawn.
 
-        For a saved order the generator is new: the sampler's own has drawn it already.
+        The generator is a new one if a seed or a saved state determines the order.
         """
         self.prepare()
         if self._seed is not None:
@@ -261,7 +261,7 @@ class SamplerDraws:
         return self._source
 
     def begin_later(self) -> None:
-        """Undo ``begin`` if nothing was drawn since; generator functions draw later."""
+        """Undo ``begin`` if nothing was drawn since: the sampler may draw later."""
         before = self._before
         if before is not None and torch.equal(before, self._source.get_state()):
             self._before = None
@@ -289,7 +289,7 @@ class SamplerDraws:
 
 
 def nested(sampler: Any) -> Iterator[Any]:
-    """Yield a sampler and those it wraps as ``sampler`` or ``batch_sampler``."""
+    """Yield a sampler, and what it wraps as ``sampler`` or ``batch_sampler``."""
     seen: list[Any] = []
     waiting = [sampler]
     while waiting:
@@ -321,8 +321,8 @@ def described(sampler: Any) -> State:
 def contents_of(sampler: Any) -> State:
     """Return a checksum of the indices or weights from which an epoch is drawn.
 
-    These may change between epochs, but not within one. Only some entries of long lists
-    count. Empty without any, or if a torch sampler's are not numbers.
+    These may change between epochs, but not within an epoch. Of a long list, only some
+    entries count. Return ``{}`` if none exist, or if a torch sampler's are not numbers.
     """
     values: Any
     for part in nested(sampler):
@@ -343,19 +343,19 @@ def contents_of(sampler: Any) -> State:
 
 
 def _sampled(part: Any, most: int) -> Any:
-    """Return evenly spread entries of a long sequence, or a short one unchanged."""
+    """Return evenly spread entries of a long sequence, or another value unchanged."""
     if not isinstance(part, (list, tuple, range)) or len(part) <= most:
         return part
     return [*part[:: len(part) // most], part[-1]]
 
 
 def epoch_of(part: Any) -> int | None:
-    """Return the ``epoch`` of a (wrapped) sampler or dataset that has ``set_epoch``."""
+    """Return the ``epoch`` of a sampler or dataset that has ``set_epoch``, or None."""
     return getattr(_with_epoch(part), "epoch", None)
 
 
 def set_epoch(part: Any, epoch: int | None) -> int | None:
-    """Set a part's epoch unless ``epoch`` is None; return its current epoch, if any."""
+    """Set ``epoch``, unless None, in a sampler or dataset; return its current epoch."""
     counts = _with_epoch(part)
     if epoch is not None:
         set_epoch_of(counts, epoch)

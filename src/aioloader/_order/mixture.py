@@ -40,7 +40,7 @@ class Proportions:
     Of a node's first ``n`` positions, one child gets ``floor(n * f + 1/2)``, where
     ``f`` is that child's fraction of the weight. So a source's count differs from its
     share by at most half the sum of its fractions of the nodes above it, except the
-    root. Nodes are joined to keep that small.
+    root. Nodes are joined to keep this sum small.
     """
 
     def __init__(self, weights: Sequence[int]) -> None:
@@ -96,7 +96,7 @@ class Proportions:
         )
 
     def sources(self, share: ReaderShare, first: int, most: int) -> IntegerArray:
-        """Return the source of each of a reader's next samples, up to ``most``.
+        """Return the sources of a reader's next samples, at most ``most``.
 
         ``first``: the first round. Readers change positions in each round: otherwise
         two readers of two equal sources would each read only one source.
@@ -118,10 +118,10 @@ class Proportions:
         return sources
 
     def _starts(self, readers: int, first: int, count: int) -> IntegerArray:
-        """Return reader 0's position in each round, so that all shares hold.
+        """Return reader 0's position in each round, chosen to keep all shares.
 
-        A round that starts at ``x`` has the positions from ``x``, then those before it.
-        Its distances from the shares are shifted by the distance at ``x``.
+        A round that starts at ``x`` has the positions from ``x`` on, then those before
+        ``x``. This shifts a source's distance from its share by the distance at ``x``.
         """
         begin, total = first * readers, self._total
         more = np.arange(count)[:, None] * readers + np.arange(readers + 1)
@@ -202,7 +202,7 @@ class Schedule:
     def sources(
         self, taken: int, share: ReaderShare, ended: Collection[int]
     ) -> IntegerArray:
-        """Return the source of each of a reader's next samples, after ``taken``."""
+        """Return the sources of a reader's next samples, after ``taken`` samples."""
         readers, most = share.readers, _MAX_PLANNED
         position = taken * readers + share.reader
         stage = self.stage(position, ended)
@@ -219,7 +219,7 @@ class Schedule:
 def _exact(weights: Any, names: Sequence[str]) -> list[int]:
     """Return the weights as integers in the same ratios, by source.
 
-    Decimals are exact, unless the sum would exceed ``_MAX_WEIGHT_SUM``.
+    The ratios are exact, unless the integers' sum would exceed ``_MAX_WEIGHT_SUM``.
     """
     if isinstance(weights, Mapping):
         if weights.keys() != {*names}:
@@ -285,7 +285,7 @@ class MixedIndices(Sequence[int]):
         return self._length
 
     def __getitem__(self, position: Any) -> Any:
-        """Return the index at a position; negative ones count from the end.
+        """Return the index at a position; negative positions count from the end.
 
         Raises:
             IndexError: If the position is out of range.

@@ -1,8 +1,8 @@
 """The order of a sampler that can only be iterated, and how to restore it.
 
 An order is made for one iteration, and draws random numbers when torch does. To restore
-it, torch's samplers draw again from a seed. A sampler with ``state_dict`` is saved
-after each batch. Any other sampler is iterated again up to the position.
+it, torch's samplers draw again from a seed or generator state. The ``state_dict`` of
+other samplers is saved after each batch; without one, they are iterated again.
 """
 
 import copy
@@ -70,7 +70,7 @@ class ReaderTurns:
             yield number
 
     def may_issue(self, window: int) -> bool:
-        """Tell whether a reader has less than its share of requests, or all ended."""
+        """Tell whether a reader has fewer requests than its share, or all ended."""
         share = max(1, window // max(1, len(self._open)))
         return min(self._open.values(), default=0) < share
 
@@ -87,8 +87,8 @@ class ReaderTurns:
 class IteratedOrder(Order):
     """The order of a sampler that can only be iterated.
 
-    With a ``size``, the sampler yields indices, otherwise batches. ``begins``: torch
-    calls ``iter(sampler)`` in the loader's ``iter``, not at the first batch.
+    With a ``size``, the sampler yields indices, otherwise batches. ``begins`` is
+    True if torch calls ``iter(sampler)`` in the loader's ``iter``, not at batch 0.
     """
 
     sampler: Any
@@ -186,7 +186,7 @@ class IteratedOrder(Order):
         return beginning
 
     def _begin(self, after: State) -> Iterator[Any]:
-        """Return the sampler's iterator, restored unless the saved state is empty."""
+        """Return the sampler's iterator, restored unless ``after`` is empty."""
         self.prepare()
         sampler, generator = self.sampler, self._draws.begin()
         try:
@@ -207,7 +207,7 @@ class IteratedOrder(Order):
         return begun
 
     def _groups(self, iterator: Iterator[Any]) -> Iterator[list[Any]]:
-        """Yield each global batch as a list of indices or batches, and count it."""
+        """Yield global batches as lists of indices or batches; increment ``pulled``."""
         # ``islice(iterator, n)`` would call ``iter``, which may restart it.
         steps: Iterator[Any] = map(next, itertools.repeat(iterator))
         if not is_repeatable(self.sampler):  # torch's samplers make new objects
@@ -248,7 +248,7 @@ class IteratedOrder(Order):
 
 
 def drawing_part_of(sampler: Any) -> Any:
-    """Return the (wrapped) sampler that draws from a user's generator, or None."""
+    """Return the sampler that draws from a generator it does not seed, or None."""
     for part in nested(sampler):
         if isinstance(getattr(part, "generator", None), torch.Generator):
             return None if _seeds_itself(part) else part
@@ -256,7 +256,7 @@ def drawing_part_of(sampler: Any) -> Any:
 
 
 def draws_from_default(sampler: Any) -> bool:
-    """Tell whether an order may draw from torch's default generator."""
+    """Tell whether a sampler may draw from torch's default generator."""
     return any(
         getattr(part, "generator", None) is None
         and type(part) not in _WITHOUT_DRAWS
@@ -284,7 +284,7 @@ def _noted(error: BaseException, where: str) -> BaseException:
 
 
 def _copied(indices: Any) -> Any:
-    """Return a copy of indices if the sampler could overwrite them."""
+    """Return indices, copied if the sampler could overwrite them."""
     if type(indices) is int:
         return indices
     if isinstance(indices, torch.Tensor):

@@ -1,6 +1,6 @@
 """A keyed permutation of ``range(n)`` with O(1) memory and seek, for any ``n``.
 
-A balanced Feistel network with a hash as round function permutes the smallest
+A balanced Feistel network with a hash as round function permutes ``range(4**k)``, with
 ``4**k >= n``; values from ``n`` on are permuted again until they are below ``n``.
 Source: Black and Rogaway, "Ciphers with Arbitrary Finite Domains" (CT-RSA 2002),
 methods 2 and 3.
@@ -36,7 +36,7 @@ _PAUSE_SECONDS = 1e-5  # of sleep, so that other threads get the GIL
 class KeyedOrder(abc.ABC):
     """A sampler whose order is a function of its seed and an epoch.
 
-    A loader sets a new epoch for each iteration, and restores it from a state.
+    A loader sets a new epoch for each iteration, or restores one from a saved state.
     """
 
     def __init__(self, seed: int) -> None:
@@ -81,7 +81,7 @@ class SeekableOrder(KeyedOrder):
         """
 
     def take(self, start: int, stop: int) -> Indices:
-        """Return the indices at positions from ``start`` to before ``stop``.
+        """Return the indices at the positions in ``range(start, stop)``.
 
         Returns:
             A new array of shape ``(stop - start,)``, dtype int64.

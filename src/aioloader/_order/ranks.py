@@ -3,7 +3,7 @@
 Rank r of R has the positions p of the global order with ``p % R == r``, as in torch's
 ``DistributedSampler``, so global batch k has the same samples on any number of ranks.
 Position p of a stream is sample ``p // readers`` of reader ``p % readers``, or empty if
-that reader has ended: the order depends on the number of readers, not of ranks.
+that reader has ended: the order depends on the number of readers, not that of ranks.
 """
 
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ class RankPart(NamedTuple):
     has_peers: bool = False  # other processes may deliver the same part
 
     def share(self, count: int) -> tuple[int, int]:
-        """Return how many of ``count`` samples are this rank's, and its padding."""
+        """Return the number of this rank's samples out of ``count``, and of padding."""
         mine = max(0, -(-(count - self.rank) // self.world_size))
         least, left_over = divmod(count, self.world_size)
         if not left_over or self.tail == "uneven":
@@ -68,9 +68,9 @@ class ReaderShare:
     ranks: int = 1  # the number of ranks, times workers if those read
 
     def parts(self, total: int, tail: Tail) -> tuple[int, int]:
-        """Return how many of ``total`` samples are read, with and without padding.
+        """Return this reader's sample count out of ``total``, with and without padding.
 
-        ``tail`` says how the parts of the ranks are made equal.
+        ``tail`` says how ranks get equal parts; the counts differ only for ``"pad"``.
         """
         count = evened(total, self.ranks, tail)
         real = min(count, total) if tail == "pad" else count
@@ -80,7 +80,7 @@ class ReaderShare:
 
 @dataclass(eq=False, repr=False)
 class ReaderAssignment:
-    """The positions of a stream that one rank takes, and the readers they belong to."""
+    """The positions of a stream that one rank takes, and the readers of these."""
 
     rank: int  # among all workers of all ranks
     ranks: int  # the number of ranks, times workers if those read
@@ -106,7 +106,7 @@ class ReaderAssignment:
         return [(self.rank + turn * self.ranks) % self.readers for turn in turns]
 
     def upcoming(self, taken: int) -> list[int]:
-        """Return the next sample number of each reader, after ``taken`` samples."""
+        """Return each assigned reader's next sample number, after ``taken`` samples."""
         turns = [taken + (turn - taken) % self._count for turn in range(self._count)]
         return [(self.rank + turn * self.ranks) // self.readers for turn in turns]
 
@@ -119,7 +119,7 @@ class ReaderAssignment:
         return max(0, -(-(total - self.rank) // self.ranks))
 
     def cost(self) -> str | None:
-        """Return a warning if readers are read more than once, or None."""
+        """Return a warning's text if each reader is read more than once, or None."""
         if self.stride == 1:
             return None
         return (

@@ -52,8 +52,8 @@ class SharedEnd:
     def has_news(self) -> bool:
         """Tell whether this rank should report its count now.
 
-        A round takes time, so it should report many new batches, and start before the
-        batches that all ranks have reported are used up.
+        Exchanging reports takes time, so a report should cover many new batches, and
+        start before the batches that all ranks have reported are used up.
         """
         reported = self.counts.going
         if self.has_ended or reported is None:
@@ -61,14 +61,14 @@ class SharedEnd:
         return self.made - reported >= max(1, 3 * (reported - self.passed))
 
     def total(self) -> int | None:
-        """Return how many batches every rank delivers, if it is known."""
+        """Return how many batches every rank delivers, or None if not known yet."""
         counts = self.counts
         if self.pads:
             return counts.most if counts.going is None else None
         return counts.cut if counts.cut == counts.least else None
 
     def may_pass(self) -> bool:
-        """Tell whether the next batch may be delivered, as every rank can match it."""
+        """Tell whether this rank may deliver its next batch without waiting."""
         return self.pads or self.passed < self.counts.least
 
     def needs_others(self) -> bool:

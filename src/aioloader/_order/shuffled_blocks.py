@@ -32,7 +32,7 @@ class BlockIndex(int):
     """An index whose block is read as a whole.
 
     Attributes:
-        spread: Indices per block, and over how many positions a block is spread.
+        spread: Number of indices per block, and of positions over which it is spread.
     """
 
     __slots__ = ()
@@ -66,14 +66,14 @@ class ShuffledBlocks(SeekableOrder):
     Args:
         n: Number of indices, from 0 to ``2**63``.
         block: Neighbours that are read together; blocks begin at its multiples.
-        window: Indices permuted at a time, of all lanes together; 0: blocks of a lane
-            are visited one after the other, each in its order.
+        window: Indices permuted at a time, of all lanes together; with 0, the blocks
+            of a lane are visited one after the other, each in ascending order.
         seed: Key of the permutations; any integer.
         lanes: Parts into which the order is cut, visited in turn.
 
     Raises:
-        ValueError: If ``n`` or ``window`` is negative, or ``block`` or ``lanes`` below
-            1.
+        ValueError: If ``n`` is out of range, ``window`` is negative, or ``block`` or
+            ``lanes`` is below 1.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class ShuffledBlocks(SeekableOrder):
         return order
 
     def _in_window(self, place: Any, lane: Any, lengths: Any) -> Any:
-        """Permute each place in its window; ``lengths``: the lengths of the lanes."""
+        """Permute each place within its window; ``lengths`` are those of the lanes."""
         span = max(1, self.window // self.lanes)
         number, place = np.divmod(place, span)
         ends = np.minimum(span, lengths - number * span)  # the last may be shorter

@@ -31,11 +31,11 @@ VERSION = 5
 def state_of(**entries: Any) -> State:
     """Return the state of a stream, still without its checksum.
 
-    Its entries are ``stream``: the description; ``epoch``: the number; ``begun``: the
-    epoch in which the readers began; ``readers``: their number; ``position``: how many
-    positions all ranks have taken, if all are in step; ``streams``: for each reader (a
-    string) its ``"state"`` after ``"taken"`` samples, and ``"ended"`` if there are no
-    more. ``ended`` is added once these ranks have delivered all their samples.
+    Its entries are ``stream``: the description; ``epoch``: its number; ``begun``: the
+    epoch in which the readers began; ``readers``: the number of readers; ``position``:
+    how many positions all ranks have taken, if they are in step; ``streams``: by reader
+    (a string), its ``"state"`` after ``"taken"`` samples, and ``"ended"`` if it has no
+    more. ``ended`` is added once the state's ranks have delivered all their samples.
     """
     return {"version": VERSION, **entries}
 
@@ -48,7 +48,7 @@ def opened(state: Any) -> State:
     """Return a state without its checksum.
 
     Raises:
-        StateMismatchError: If it is not a state, has another version, or is damaged.
+        StateMismatchError: If ``state`` is no state, damaged, or of another version.
     """
     version = state.get("version") if isinstance(state, Mapping) else None
     if version != VERSION:
@@ -73,8 +73,8 @@ def opened(state: Any) -> State:
 def checksum(value: Any) -> int:
     """Return a checksum that JSON, pickle and ``torch.save`` preserve.
 
-    Lists equal tuples, keys equal their text, and the order of keys does not matter.
-    Values that JSON cannot hold are ignored. An error in place of a state is raised.
+    Lists equal tuples, keys equal their text, in any order. Values with neither a JSON
+    form nor an ``__index__`` are ignored, but a ``FailedState`` raises its error.
     """
     words: list[str] = []
     _spell(value, words.append)
@@ -109,7 +109,7 @@ def part_of(state: State, assignment: ReaderAssignment) -> State:
     """Return the part of a state that one rank needs.
 
     Raises:
-        StateMismatchError: If a reader is missing.
+        StateMismatchError: If the state lacks a reader that the rank needs.
     """
     assigned, streams = assignment.assigned(), state["streams"]
     missing = [reader for reader in assigned if str(reader) not in streams]
@@ -132,11 +132,11 @@ def merged(states: Sequence[State], *, is_part: bool = False) -> State:
     """Merge the states of all ranks into one that any number of ranks can load.
 
     All must be saved after the same number of batches, except those of ranks that ended
-    earlier. ``is_part``: the result is part of a state, so readers may be missing.
+    earlier. With ``is_part``, the result is part of a state and may lack readers.
 
     Raises:
-        StateMismatchError: If the states are of different epochs or moments, or readers
-            are missing.
+        StateMismatchError: If the states are of different streams, epochs or moments,
+            or readers are missing.
         ValueError: If there are no states.
     """
     if not states:
@@ -199,7 +199,7 @@ def _check_alike(states: Sequence[State]) -> None:
 
 
 def are_in_step(states: Sequence[State]) -> bool:
-    """Tell whether all ranks or workers are at one position, or ended before it."""
+    """Tell whether all states have the same position, or ended at an earlier one."""
     last = _latest(states)
     positions = ((state["position"], state.get("ended")) for state in states)
     return all(n <= last if has_ended else n == last for n, has_ended in positions)

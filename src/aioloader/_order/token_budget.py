@@ -1,7 +1,7 @@
 """Batches of samples of similar length, each within a budget of tokens.
 
 Windows of a shuffled order are sorted by length and cut into batches. Only the lengths
-and one window are in memory. An iterator's state numbers a window and a batch.
+and one window are in memory. The state of an iterator is an epoch, window and batch.
 Source: the bucketing of fairseq's ``batch_by_size`` and torchtext's ``pool``.
 """
 
@@ -46,8 +46,8 @@ class TokenBudgetBatchSampler(KeyedOrder):
         seed: Key of the order; any integer, the same on all ranks.
 
     Raises:
-        ValueError: If ``max_tokens`` or ``window`` is below 1, lengths are not integers
-            of at least 1, or a sample is longer than ``max_tokens``.
+        ValueError: If ``max_tokens`` or ``window`` is below 1, or lengths are not a
+            one-dimensional sequence of integers from 1 to ``max_tokens``.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class TokenBudgetBatchSampler(KeyedOrder):
         self._counted: tuple[int, int] | None = None  # epoch, and its batches
 
     def __iter__(self) -> "BudgetIterator":
-        """Return an iterator with ``state_dict`` and ``load_state_dict``."""
+        """Return a ``BudgetIterator`` over the batches of the current epoch."""
         return BudgetIterator(self.copy())
 
     def __len__(self) -> int:
@@ -167,7 +167,7 @@ class BudgetIterator:
         raise StopIteration
 
     def state_dict(self) -> dict[str, int]:
-        """Return the numbers of the epoch, the window, and its batches taken so far."""
+        """Return the epoch, the window, and how many batches of it were taken."""
         epoch = self._sampler.epoch
         return {"epoch": epoch, "window": self._window, "taken": self._taken}
 
@@ -179,7 +179,7 @@ class BudgetIterator:
 
 
 def _checked(lengths: Any, budget: int) -> Integers:
-    """Return lengths as an array; raise unless each is from 1 to ``budget``."""
+    """Return ``lengths`` as an array of integers from 1 to ``budget``, or raise."""
     try:
         array = np.asarray(lengths)
     except ValueError as error:  # nested sequences of several lengths

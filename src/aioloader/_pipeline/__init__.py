@@ -1,4 +1,4 @@
-"""Make batches for requests in threads, event loops or workers, and deliver them.
+"""Make the requested batches in threads, event loops or workers, and deliver them.
 
 ::
 
@@ -6,6 +6,6 @@
                                       event loop     plain code   ordered, bounded
 
 ``plain`` and ``inline`` make batches in the thread that calls ``next``. ``pipeline``
-makes them in the background, and ``ahead_feed`` is its consumer's side. ``runner`` owns
-the threads and loops. ``batch_maker`` calls the user's functions.
+makes them in the background, for the feed in ``ahead_feed``. ``runner`` owns the
+threads and loops. ``batch_maker`` calls the user's functions.
 """

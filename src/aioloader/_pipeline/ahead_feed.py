@@ -24,7 +24,7 @@ from aioloader.protocols import Kind
 
 
 def refuse_blocking() -> NoReturn:
-    """Raise the error for a plain ``for`` on the event loop that makes its batches."""
+    """Raise ``RuntimeError`` for a plain ``for`` on the loop that makes its batches."""
     raise RuntimeError(
         "loop='caller' hosts coroutines on the loop that iterates, and a plain `for` "
         "would block it: use `async for`, or loop='thread'"
@@ -34,12 +34,12 @@ def refuse_blocking() -> NoReturn:
 class AheadFeed(Feed):
     """A feed that keeps a window of batches in flight, in a pipeline that it owns.
 
-    The sampler advances only in the consumer's steps and never beyond the window, so it
-    draws random numbers when torch's would. For an async consumer, a long permutation
-    is drawn in a thread. More batches are requested when a batch is delivered.
+    The sampler advances only in the consumer's steps. If workers read, a user's sampler
+    stays in the window and draws random numbers in the same steps as in torch. For an
+    async consumer, a thread fills the first window if that may take long.
 
     If the next batch takes longer than ``timeout`` seconds, ``BatchTimeoutError`` is
-    raised. If ``restarts``, the worker at fault is first replaced, once per batch.
+    raised. If ``restarts``, the batch's worker is first replaced, once per batch.
     """
 
     def __init__(
@@ -195,7 +195,7 @@ class AheadFeed(Feed):
         return min(room, 1) if one_by_one else room
 
     def _request(self, count: int, run: list[BatchTask]) -> bool:
-        """Add up to ``count`` requests to ``run``; return False if no more exist."""
+        """Add up to ``count`` tasks to ``run``; return False if fewer were drawn."""
         began, stop = perf_counter(), len(run) + count
         try:
             for request in islice(self._requests, count):
@@ -222,7 +222,7 @@ class AheadFeed(Feed):
     # -- results ------------------------------------------------------------------
 
     def _take(self) -> Any:
-        """Return the next batch, or ``NOTHING`` if not ready; raise a batch's error."""
+        """Return the next batch, or ``NOTHING`` if none is ready; raise its error."""
         if self.pipeline.runner.is_foreign():
             raise RuntimeError(
                 "an iterator does not survive a fork; make a new one in the child"
@@ -250,7 +250,7 @@ class AheadFeed(Feed):
             return NOTHING
 
     def _pop(self) -> tuple[int, BatchResult] | None:
-        """Return the next number and result, or None if not ready or closed."""
+        """Return the next number and result; None if none is ready or after the end."""
         try:
             item: tuple[int, BatchResult] | None = self._results.pop_nowait()
         except BaseException as error:
@@ -269,7 +269,7 @@ class AheadFeed(Feed):
         self._was_interrupted = True
 
     def _account(self, number: int, result: BatchResult) -> None:
-        """Remove a result's batch from those in flight, and request more batches."""
+        """Remove ``number`` from ``_in_flight``, and request batches if needed."""
         self._samples -= self._in_flight.pop(number)
         if self._tuner is not None:
             waited = self.counters.waited - self.counters.drawn
@@ -385,14 +385,14 @@ class AheadFeed(Feed):
 
 
 def _stop_at_exit(error: BaseException) -> None:
-    """While Python exits, block a daemon thread that got a ``LoaderClosedError``."""
+    """Block a daemon thread at Python's exit on a ``LoaderClosedError``."""
     is_late = threading.current_thread().daemon and isinstance(error, LoaderClosedError)
     if is_late and not threading.main_thread().is_alive():
         threading.Event().wait()
 
 
 def _progress(pipeline: Pipeline, task: BatchTask) -> list[str]:
-    """Return lines that say where a batch is, with the stack of the code that makes it.
+    """Return lines on the stage of a batch, with the stack of the code that makes it.
 
     A worker process may need a second to send its stack.
     """

@@ -1,4 +1,4 @@
-"""Controllers that tune a loader's numbers while it runs; the caller measures.
+"""Controllers that tune a loader's ``"auto"`` arguments; callers measure the speeds.
 
 A controller observes the speed at one value and tries another. It doubles the value
 while that helps (like TCP's slow start), then adds a quarter (additive increase), and
@@ -69,7 +69,7 @@ class Controller:
 
     @property
     def is_trying(self) -> bool:
-        """Whether the current value is on trial; the next one may be greater."""
+        """Whether the current value is on trial, so that it may soon be raised."""
         return self._trial is not None
 
     def limit(self, most: int, reason: str) -> str | None:
@@ -82,7 +82,7 @@ class Controller:
         return self._set(self.most, reason)
 
     def observe(self, seen: Observation) -> str | None:
-        """Choose the next value from an observation of the current one."""
+        """Choose the next value from an observation of the current value."""
         trial, self._trial = self._trial, None
         if trial is not None and trial.is_for_failures:
             return self._judge_failures(trial, seen)
@@ -96,7 +96,7 @@ class Controller:
         return self._try_more(seen)
 
     def _judge(self, trial: _Trial, seen: Observation) -> str | None:
-        """Keep or undo the value on trial; one that seems slow is observed twice."""
+        """Keep or undo the value on trial; if it seems slow, observe it once more."""
         if trial.first is not None:
             seen = max(seen, trial.first, key=lambda observation: observation.rate)
         elif seen.waited >= _MIN_WAITED and seen.gain(trial.seen) < trial.gain:
@@ -170,7 +170,7 @@ class Controller:
         self._step = max(1, value // 4)
 
     def _stay(self, value: int = 0, reason: str = "") -> str | None:
-        """Set ``value`` (0: the current one); pause the trials, longer each time."""
+        """Set ``value``, or keep the value if 0; pause trials, longer each time."""
         value = value or self.value
         if self._step:
             self._end_doubling(value)
@@ -210,5 +210,5 @@ class BytesInFlight:
         self._seen += 1
 
     def batches(self) -> int:
-        """Return how many batches fit, at least 1; it is 1 until a size is known."""
+        """Return how many batches fit, at least 1; return 1 until a size is known."""
         return max(1, self.most // self.greatest) if self.greatest else 1

@@ -30,7 +30,7 @@ def run_now(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 def user_error(error: BaseException, source: str) -> BaseException:
-    """Return the error to report for ``error``; re-raise it if it ends this task."""
+    """Return the error to report; re-raise ``error`` if it ends this task."""
     if ends_task(error):
         raise error
     return raisable(error, source)
@@ -52,8 +52,8 @@ def refuse_coroutines(values: Any, source: str) -> None:
 class SideLoop:
     """An event loop for awaitables that plain code in other threads has returned.
 
-    If no loop is given, the first awaitable starts one in a thread. It runs until
-    ``close``, because clients and sessions are bound to one loop.
+    If no loop is given, the first awaitable starts a loop in a thread. This loop runs
+    until ``close``, because clients and sessions are bound to one loop.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop | None = None) -> None:
@@ -101,7 +101,7 @@ class SideLoop:
         return result
 
     def close(self) -> None:
-        """Cancel all waits; end the loop if it was started here. Safe in finalizers."""
+        """Cancel all waits; end the loop if this object owns it. Safe in finalizers."""
         with self._lock:
             self.is_closed = True
             for future in list(self._pending):

@@ -113,7 +113,7 @@ class Recipe:
         self.is_plain = not (is_on_loop or self.transforms_async or self.collates_async)
 
     def kwargs(self) -> dict[str, Any]:
-        """Return this recipe's constructor arguments, which subclasses take, too."""
+        """Return this recipe's constructor arguments, which subclasses also accept."""
         names = [argument.name for argument in fields(Recipe) if argument.init]
         return {name: getattr(self, name) for name in names}
 
@@ -175,7 +175,7 @@ class BatchMaker(Recipe):
             self.get_batch = partial(UnreadSamples, tensors)
 
     def begin_epoch(self, epoch: int, dataset_epoch: tuple[int, int | None]) -> None:
-        """Start an epoch in a worker; call its dataset's ``set_epoch`` if needed."""
+        """Start an epoch in a worker; call the dataset's ``set_epoch`` if needed."""
         self.epoch = epoch
         if dataset_epoch != self.dataset_epoch:
             set_epoch_of(self.dataset, dataset_epoch[1])
@@ -190,7 +190,7 @@ class BatchMaker(Recipe):
         return task
 
     def reader_keys(self, reader: int = 0, readers: int = 1) -> SampleKeys | None:
-        """Return ``SampleKeys`` for one reader's batches; None if nothing is seeded."""
+        """Return ``_keys_of_reader`` for one reader; None if nothing is seeded."""
         if self.keys is None:
             return None
         return partial(_keys_of_reader, self.keys, self.part.rank, reader, readers)
@@ -208,7 +208,7 @@ class BatchMaker(Recipe):
         *,
         seeded: bool = True,
     ) -> BatchResult:
-        """Make a batch by plain code in this thread; an error becomes its result.
+        """Make a batch by plain code in this thread; an error becomes the result.
 
         Args:
             task: The batch to make.
@@ -246,7 +246,7 @@ class BatchMaker(Recipe):
     def fetch(
         self, task: BatchTask, read: Callable[[BatchTask], object]
     ) -> BatchResult | None:
-        """Read a batch's samples in this thread; return a result if no step is left."""
+        """Read samples in this thread; return a result only if there is no batch."""
         outer = UNDER_WAY.get()
         try:
             UNDER_WAY.set(self)
@@ -376,7 +376,7 @@ class BatchMaker(Recipe):
         return batch, torch.tensor(mask if self.batched else mask[0])
 
     def add_state(self, task: BatchTask, result: BatchResult) -> BatchResult:
-        """Add a stateful map-style dataset's state to a result; return the result."""
+        """Return ``result`` with any state of the dataset, or an error's result."""
         if not self.keeps_state or result.error is not None:
             return result
         try:
@@ -397,13 +397,13 @@ class BatchMaker(Recipe):
         """Await the coroutines of one batch on this loop.
 
         Args:
-            task: The batch. Fetchers start its samples before those of later batches.
+            task: The batch. Fetchers read its samples before later batches' samples.
             fetchers: The pool that runs the coroutines of its samples.
             call: Awaits plain code that runs in a thread.
             read: Reads the samples by plain code; None if ``task`` contains them.
 
         Returns:
-            The result, which may be an error; None if ``make`` must do the rest.
+            The result, which may be an error; None if ``make`` must do the other steps.
         """
         try:
             is_transformed = False  # whether each sample was, after its read
@@ -498,10 +498,10 @@ class BatchMaker(Recipe):
         pause: Pause | None,
         error: BaseException | None = None,
     ) -> Any:
-        """Read a sample, retrying as ``retry`` says; return it or its replacement.
+        """Read a sample with retries; return the sample or its replacement.
 
         ``error``: the first attempt's error, if the caller made that attempt. Position
-        -1 reads the whole batch with ``__getitems__``; ``MISSING`` is returned if each
+        -1 reads the whole batch with ``get_batch``; ``MISSING`` is returned if each
         sample must be read separately, so that the policy can skip some.
         """
         delays: Iterator[float] = iter(self.retry.delays() if self.retry else ())

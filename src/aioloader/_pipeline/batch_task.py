@@ -37,7 +37,7 @@ class BatchResult:
 
 @dataclass(eq=False, repr=False)
 class BatchTask:
-    """One batch being made; the stage that works on it owns this object."""
+    """The task of making one batch; the batch's current stage owns this object."""
 
     number: int  # position in the epoch, from 0
     indices: Sequence[Any]  # from the sampler; for a stream, positions

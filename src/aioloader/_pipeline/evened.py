@@ -1,7 +1,7 @@
 """Deliver equally many batches on all ranks, for streams of unknown length.
 
-With ``tail="drop"``, ``EvenedQueue`` delivers a batch once all ranks have it. Otherwise
-it delivers at once, and ``EvenedFeed`` repeats batches until the last rank ends.
+With ``tail="drop"``, ``EvenedQueue`` delivers a batch once all ranks have made as many.
+Otherwise it delivers at once, and ``EvenedFeed`` repeats samples until all ranks end.
 """
 
 import contextlib
@@ -61,17 +61,17 @@ class EvenedQueue(ReadyQueue):
         self.rounds.begin(self.end, self._on_counts)
 
     def end_here(self) -> None:
-        """Report to the other ranks that this one has no more batches. Idempotent."""
+        """Report to the other ranks that this rank has no more batches. Idempotent."""
         if not (self.end.has_ended or self.end.is_over()):
             self.end.has_ended = True
             self.rounds.note()
 
     def repeat(self, first: int) -> None:
-        """Expect repeats from number ``first`` on; no request may be in flight."""
+        """Expect repeated samples from batch ``first`` on; no request is in flight."""
         self._next, self._repeats = first, True
 
     def put(self, number: int, result: BatchResult, *, wakes: bool = True) -> None:
-        """Add a result; count its batch, and report the count when it is due."""
+        """Add a result; count its batch, and report the count when a report is due."""
         is_counted = self._is_batch(number, result) and not self.end.has_ended
         if is_counted:  # before the consumer sees it and may end
             with self.lock:
@@ -163,7 +163,7 @@ class EvenedFeed(AheadFeed):
         return number != _NEWS and super()._accept(number, *result)
 
     def _may_end(self) -> bool:
-        """Tell whether all ranks agree on the end; request repeats until then."""
+        """Tell whether all ranks agree on the end; request batches still lacking."""
         queue, end = self._queue, self._queue.end
         queue.end_here()
         lacking = end.lacking()

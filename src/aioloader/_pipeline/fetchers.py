@@ -1,7 +1,7 @@
-"""Fetchers, which are long-lived tasks on an event loop that read samples.
+"""Fetchers, which are long-lived tasks that read samples on an event loop.
 
-Samples of several batches may be in flight. An idle fetcher takes the next sample of
-the earliest batch that has one. A task per sample would cost ten times as much.
+Samples of several batches may be in flight. An idle fetcher takes the next unread
+sample, earlier batches first. A task per sample would cost ten times as much.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ Tune: TypeAlias = Callable[[float, bool], int]
 
 @dataclass(eq=False, repr=False)
 class FetchJobs:
-    """The jobs of one batch: one for each of its samples, or one for all."""
+    """The jobs of one batch: one job per sample, or one job for the whole batch."""
 
     task: BatchTask
     job: FetchJob

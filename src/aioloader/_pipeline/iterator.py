@@ -47,15 +47,15 @@ class BatchIterator(OneIteration, Generic[Batch]):
 
     Worker processes start with the iterator; threads, tasks and reads of this process
     start with the first step. Leaving the loop early releases everything in the
-    background; ``close`` or ``aclose`` waits for it. An exception from one batch does
-    not end the iteration.
+    background; ``close`` or ``aclose`` waits until that is done. An exception from one
+    batch does not end the iteration.
 
     Args:
         core: Performs the steps; its frames do not hold the iterator.
         length: Returns the number of batches of an epoch.
         base_seed: The epoch's seed; None if it is not drawn yet.
-        is_async: Whether ``aiter`` made the iterator. A plain one may run user code in
-            the thread that calls ``next``, so tasks must not use it.
+        is_async: Whether ``aiter`` made the iterator. A plain iterator may run user
+            code in the thread that calls ``next``, so tasks must not use it.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class BatchIterator(OneIteration, Generic[Batch]):
         return None if feed is None else feed.counters
 
     def is_under_way(self) -> bool:
-        """Tell whether the iteration has started and not finished or closed."""
+        """Tell whether the iteration has started and is neither over nor closed."""
         feed = self._core.feed
         return feed is not None and not feed.is_finished
 
@@ -176,7 +176,7 @@ class IteratorCore:
         self._turns = (None, asyncio.Lock(), [])
 
     def next(self) -> Any:
-        """Return the next batch; ``begin`` may replace this method by the feed's."""
+        """Return the next batch; ``begin`` may set this method to ``feed.next``."""
         try:
             feed = self.feed or self.begin()
             if feed is None:
@@ -225,7 +225,7 @@ class IteratorCore:
             queue.pop()
 
     def begin(self) -> "Feed | None":
-        """Return the feed, made by the first call; None if ``end`` came first."""
+        """Return the feed, made on the first call; None if ``end`` was called first."""
         with self._lock:
             prepare = self.prepare
             if self.feed is None and prepare is not None:

@@ -32,7 +32,7 @@ class LastingPool(Pool, ResultReader):
 class PoolHandle(Pool):
     """One iteration's handle on workers that may outlive it.
 
-    Once the workers have started, the pipeline's calls go to their pool directly.
+    Once the workers start, ``submit``, ``restart`` and ``explain`` are the pool's own.
     """
 
     start: Callable[[], LastingPool]  # starts workers, or returns kept ones
@@ -87,5 +87,5 @@ class PoolHandle(Pool):
                 pool.end()
 
     def join(self) -> bool:
-        """Wait for the workers to end, unless kept; return False after a timeout."""
+        """Wait for the workers to end, unless ``keep``; return False on timeout."""
         return self.keep or self._pool is None or self._pool.join()

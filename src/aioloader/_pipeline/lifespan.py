@@ -94,7 +94,7 @@ class Lifespan:
             raise _noted(error, "leaving")  # noqa: B904  (it keeps its cause)
 
     def _enter_plain(self, make: MakeLifespan) -> Any:
-        """Make the manager; enter a plain one in this thread, return an async one."""
+        """Make the manager; enter it in this thread if it is plain, else return it."""
         manager = self._made(make)
         if not hasattr(manager, "__enter__"):
             return manager
@@ -126,8 +126,8 @@ def check_lifespan(make: Any, dataset: Any, transform: Any, collate_fn: Any) -> 
     """Check the argument ``lifespan`` of a loader.
 
     Raises:
-        TypeError: If it is not a function that returns a context manager.
-        ValueError: If it returns an async one, but dataset and functions are plain.
+        TypeError: If ``make`` is not a function that returns a context manager.
+        ValueError: If the manager is async, but dataset and functions are plain.
     """
     # A context manager made by contextlib is callable, too: it is a decorator.
     decorators = contextlib.ContextDecorator, contextlib.AsyncContextDecorator
@@ -164,5 +164,5 @@ def reads_on_loop(dataset: Any) -> bool:
 
 
 def _noted(error: BaseException, action: str) -> BaseException:
-    """Return the error to raise for a lifespan's ``error``; note the ``action``."""
+    """Return the error to raise for a lifespan's ``error``, noting ``action``."""
     return noted(raisable(error, "lifespan"), f"in stage 'lifespan', {action} it")

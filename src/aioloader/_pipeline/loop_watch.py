@@ -2,8 +2,8 @@
 
 A timer on the loop is due at regular intervals. The share of late timers approximates
 the share of time in which the loop was blocked. If timers are often late and a reader
-wants to know why, a thread samples what runs on the loop while a timer is overdue. It
-counts the coroutines that it sees twice in a row. It counts none while the loop's
+asks for the culprit, a thread samples what runs on the loop while a timer is overdue.
+The thread counts coroutines that it sees twice in a row, but none while the loop's
 thread waits for a processor or for the GIL.
 """
 
@@ -207,7 +207,7 @@ def watch_of(loop: asyncio.AbstractEventLoop, *, is_callers: bool) -> LoopWatch:
 
 
 def _sample(watch: LoopWatch) -> None:
-    """Have the thread sample this loop, too; start the thread if it is not running."""
+    """Add ``watch`` to ``_suspects``; start the sampling thread if none runs."""
     with _LOCK:
         # A forked child has a copy of the suspects, but not the thread.
         is_running = bool(_suspects) and all(thread.is_alive() for thread in _samplers)
@@ -254,7 +254,7 @@ def _run() -> None:
 
 
 def _sleep() -> float:
-    """Sleep until the next sample; return how long waking up waited for the GIL."""
+    """Sleep until the next sample; return how long the wake-up waited for the GIL."""
     began, times = time.monotonic(), run_times()
     time.sleep(_SAMPLE_EVERY)
     late = time.monotonic() - began - _SAMPLE_EVERY

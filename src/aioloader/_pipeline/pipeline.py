@@ -194,7 +194,7 @@ class Pipeline:
             call_threadsafe(self.runner.loop, self._end_head_start)
 
     def dismiss(self) -> None:
-        """Start to end, from any thread or finalizer; ``ended`` is set when done."""
+        """Start to end the pipeline; safe in finalizers. ``ended`` is set when done."""
         if not self._is_dismissed:
             self.is_closing = True
             self._no_more_pauses.set()
@@ -206,7 +206,7 @@ class Pipeline:
             self._is_dismissed = True  # last: an interrupt may come before
 
     def abandon(self) -> None:
-        """Start to end, and drop the workers without waiting for them.
+        """Start to end the pipeline, and drop the workers without waiting for them.
 
         Frames of a traceback may hold this pipeline, but must not hold its workers.
         """
@@ -275,7 +275,7 @@ class Pipeline:
         watching.enter_context(watch.reading(since, self.counters))
 
     def _report(self, error: BaseException) -> None:
-        """Raise ``error`` in the consumer's next step, or in its close if closing."""
+        """Pass ``error`` to the consumer's next step, or to its close if closing."""
         if ends_task(error):
             raise error
         if self.is_closing:
@@ -284,7 +284,7 @@ class Pipeline:
             self.fail(error)
 
     def end(self) -> None:
-        """Release everything, and end ``main``. Runs in the runner's thread."""
+        """Release workers; end ``main``, or close the stream if there is no loop."""
         self._closing.set()
         self._arriving.clear()
         pool = self.pool
@@ -319,7 +319,7 @@ class Pipeline:
         self.ready.result_reader = None
 
     def join(self) -> bool:
-        """Wait for queue, stage and workers; return False if one timed out."""
+        """Wait for queue, stage and workers; return False if a wait timed out."""
         parts = self.ready, self.stage, self.pool
         return False not in [part.join() for part in parts if part is not None]
 
@@ -338,7 +338,7 @@ class Pipeline:
     # -- in the runner's thread, and in workers -----------------------------------
 
     def make(self, task: BatchTask) -> BatchResult:
-        """Make a batch in a pool's thread; read it there unless ``reads_here``."""
+        """Make a batch in a pool's thread; read samples unless ``reads_here``."""
         return self.maker.make(task, None if self.reads_here else self._read)
 
     def _read(self, task: BatchTask) -> None:
@@ -400,7 +400,7 @@ class Pipeline:
         self.run_size = min(most, int(RUN_SECONDS / seconds)) if is_quick else 0
 
     async def _call(self, job: Callable[[], Any]) -> Any:
-        """Run plain code of a batch in the thread; return what it returns."""
+        """Run a batch's plain ``job`` in the runner's thread; return its result."""
 
         def work() -> Any:
             if self.is_closing:
@@ -410,7 +410,7 @@ class Pipeline:
         return await in_thread(work, executor=self.runner.cpu, abandon_on_cancel=True)
 
     def pause(self, seconds: float) -> None:
-        """Sleep in a thread between read attempts; raise as soon as this is closed."""
+        """Sleep in a thread between read attempts; raise once the pipeline closes."""
         if self._no_more_pauses.wait(seconds):
             raise iterator_closed()
 
@@ -424,7 +424,7 @@ class Pipeline:
     # -- on the loop --------------------------------------------------------------
 
     def _start_arrived(self) -> None:
-        """Start posted batches; only the first one while it has a head start."""
+        """Start posted batches, but only the first batch during its head start."""
         self._is_called = False
         while self._arriving and self._async_stream is not None:
             self._to_pull.append(self._arriving.popleft())
@@ -460,7 +460,7 @@ class Pipeline:
     def _finish_batch(
         self, task: BatchTask, result: BatchResult | None, *, wakes: bool = True
     ) -> None:
-        """Deliver a result. If it is None, the pool or plain code does the rest."""
+        """Deliver ``result``; if it is None, a pool or plain code makes the batch."""
         if result is not None:
             self.deliver(task, result, wakes=wakes)
         elif self.is_closing:

@@ -1,4 +1,4 @@
-"""``Feed``, from which iterators take batches, and ``PlainFeed``, the simplest one.
+"""``Feed``, from which iterators take batches, and the simplest feed, ``PlainFeed``.
 
 ``PlainFeed`` makes batches of a map-style dataset on demand, in the calling thread, as
 torch does. ``inline`` has more feeds without a pipeline; ``ahead_feed`` reads ahead.
@@ -69,7 +69,7 @@ class Feed(abc.ABC):
         self._turns: ReaderTurns | None = epoch.turns
 
     def poll(self) -> Any:
-        """Return the next batch, or ``NOTHING`` if the task must wait or yield."""
+        """Return the next batch, or ``NOTHING`` if ``next_async`` must be awaited."""
         waits = (
             perf_counter() - self._yielded > YIELD_AFTER or self._drawing is not None
         )
@@ -188,7 +188,7 @@ class Feed(abc.ABC):
 def _after(
     drawing: "Future[list[IndexBatch]]", requests: Iterator[IndexBatch]
 ) -> Iterator[IndexBatch]:
-    """Yield the request that a thread draws, then those of ``requests``."""
+    """Yield the request that a thread draws, then the items of ``requests``."""
     yield from drawing.result()
     yield from requests
 

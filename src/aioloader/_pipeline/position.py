@@ -25,10 +25,10 @@ STATES = ("dataset", "iterator")
 class StateLoads:
     """A record of states loaded into a dataset, to detect epochs that wrongly resume.
 
-    Hugging Face's datasets start every later epoch from the loaded state, too. Then the
-    state after the first sample equals the resumed epoch's, or there is no sample
-    although the dataset never reported the loaded state. The dataset's first state is
-    then loaded to complete the epoch. A process has one record per dataset.
+    Hugging Face's datasets start later epochs from the loaded state as well. In such an
+    epoch, the state after the first sample is the same as in the resumed epoch, or no
+    sample comes and the dataset did not report the loaded state after loading. The
+    dataset's first state is then loaded. A process has one record per dataset.
     """
 
     _first: tuple[Any] | None = None  # the state before anything was read or loaded
@@ -55,7 +55,7 @@ class StateLoads:
         """Load a dataset's state between two epochs, before random numbers are drawn.
 
         An unchanged state from before the first read is not loaded: a dataset that is
-        its own iterator may take any state for one from mid-epoch.
+        its own iterator may treat any loaded state as a mid-epoch state.
         """
         state = position["iterator" if "is_dataset" in position else "dataset"]
         self.save_first(dataset)
@@ -81,7 +81,7 @@ class StateLoads:
 
 
 def _are_equal(a: Any, b: Any) -> bool:
-    """Tell whether two states are equal, even after JSON; False if incomparable."""
+    """Tell whether two states are equal, even if only one has been through JSON."""
     if isinstance(a, Mapping) and isinstance(b, Mapping):
         a, b = ({str(k): v for k, v in state.items()} for state in (a, b))
         return a.keys() == b.keys() and all(
@@ -97,7 +97,7 @@ def _are_equal(a: Any, b: Any) -> bool:
 
 
 class StreamPosition:
-    """The position in a stream being read; ``resume``: the state to start from."""
+    """The position in a stream being read; ``resume`` is the state to start from."""
 
     def __init__(
         self, dataset: Any, resume: StreamState | None, loads: StateLoads

@@ -64,8 +64,8 @@ class ReadyQueue(Waiters):
     def put(self, number: int, result: BatchResult, *, wakes: bool = True) -> None:
         """Add the result of request ``number``, from any thread.
 
-        Without ``wakes``, a napping consumer sleeps until the caller's ``announce``
-        after the last result of a run.
+        Without ``wakes``, a napping consumer is not woken, and the caller must call
+        ``announce`` after the last result of a run.
         """
         with self.lock:
             if self._is_closed:
@@ -108,7 +108,7 @@ class ReadyQueue(Waiters):
         return None
 
     def _raise_error(self) -> None:
-        """Raise the error given to ``fail``, only once: its traceback holds frames."""
+        """Raise ``fail``'s error once; from then on, a ``LoaderClosedError``."""
         error = self._error
         if error is not None:
             text = "the iterator has failed before; make a new one"
@@ -137,7 +137,7 @@ class ReadyQueue(Waiters):
         return len(self._items)
 
     def count_early(self) -> int:
-        """Return how many results wait for one with an earlier number."""
+        """Return how many results wait for a result with an earlier number."""
         return len(self._early)
 
     # Callers use these, not the result reader itself: frames of a traceback may hold
@@ -168,7 +168,7 @@ class ReadyQueue(Waiters):
             return not self._leave(bell.ring) or is_true
 
     def _poll_until(self, bell: int, timeout: float | None) -> bool:
-        """Poll workers and bell until one has news; return False after a timeout."""
+        """Poll until results come or the bell rings; return False after a timeout."""
         left = math.inf if timeout is None else max(0.0, timeout)
         until = time.monotonic() + left
         while True:

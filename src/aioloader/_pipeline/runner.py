@@ -1,8 +1,8 @@
 """Runners of pipelines, in the caller's thread, a private thread or an event loop.
 
-All iterations of a loader in the same place share one runner. It enters the dataset's
-lifespan before the first sample is read, and exits it when the last lease is returned.
-An iteration holds a lease on its runner until its end.
+All iterations of a loader in the same place share a runner. The runner enters the
+dataset's lifespan before it reads the first sample, and exits the lifespan when the
+last lease is returned. An iteration holds a lease on its runner until its end.
 """
 
 import asyncio
@@ -101,7 +101,7 @@ class Runner:
     # -- leases -------------------------------------------------------------------
 
     def lease(self) -> bool:
-        """Take a lease if the runner is still open; return whether it is."""
+        """Take a lease if the runner is still open; return whether it was taken."""
         with self._lock:
             is_open = not self.is_closing and not self.is_foreign()
             self._leases += is_open
@@ -167,7 +167,7 @@ class Runner:
         return self.is_foreign()
 
     def force_return(self, returned: Latch, pipeline: RunnerTask | None) -> None:
-        """Return a lease in the calling thread, because this runner is lost."""
+        """Return a lease in the calling thread if the caller's loop has stopped."""
 
     def check_loop(self) -> None:
         """Fail the pipelines if the caller has closed their loop."""
@@ -223,7 +223,7 @@ class Runner:
         self.cpu.stop(self.closed.set)
 
     def _fail_all(self, error: BaseException, *, is_known: bool = False) -> None:
-        """Fail pipelines now and later; ``is_known``: ``error`` is raised elsewhere."""
+        """Fail present and later pipelines; if ``is_known``, others raise ``error``."""
         with self._lock:
             pipelines = list(self._pipelines)
             is_known = is_known or bool(pipelines)
@@ -234,7 +234,7 @@ class Runner:
             pipeline.fail(error)
 
     def _drop_lease(self, pipeline: RunnerTask | None) -> bool:
-        """Drop a lease (a pipeline's only once); return whether none is left."""
+        """Drop a lease (of a pipeline only once); return whether no lease is left."""
         with self._lock:
             self._leases -= pipeline is None or pipeline in self._pipelines
             if pipeline is not None:
@@ -246,7 +246,7 @@ class Runner:
 def later_error(error: BaseException) -> LoaderClosedError:
     """Return the error for later pipelines, after ``error`` was raised once.
 
-    ``error`` itself is not raised again: frames of its traceback may hold pipelines.
+    Only a ``LoaderClosedError`` is raised again: other tracebacks may hold pipelines.
     """
     if isinstance(error, LoaderClosedError):
         return error
@@ -344,7 +344,7 @@ class LoopRunner(Runner):
             self._finish()
 
     def is_lost(self) -> bool:
-        """Tell whether the caller's loop has stopped; it may never run again."""
+        """Tell whether the caller's loop has stopped, or this is a fork's copy."""
         is_stopped = self.is_callers and not self.loop.is_running()
         return is_stopped or super().is_lost()
 
@@ -383,7 +383,7 @@ class LoopRunner(Runner):
     # -- on the loop --------------------------------------------------------------
 
     async def _serve(self) -> None:
-        """Enter the lifespan, start waiting pipelines, exit after the last lease."""
+        """Enter the lifespan, start pipelines, and exit it after the last lease."""
         import anyio
 
         assert self.lifespan is not None
@@ -481,7 +481,7 @@ class LoopRunner(Runner):
             self._finish()
 
     def _finish(self, _task: asyncio.Task[None] | None = None) -> None:
-        """Release everything, because the loop or the ``_serve`` task has ended."""
+        """Release everything after the end of loop, ``_serve`` or the last lease."""
         self._fail_all(LoaderClosedError(_LOOP_ENDED))
         self._waiting.clear()
         for pipeline in list(self._pipelines):
@@ -681,7 +681,7 @@ def _warn_stuck(runner: Runner) -> None:
 
 
 def _raise_exit_errors(runner: Runner, pipeline: RunnerTask | None) -> None:
-    """Raise the error, if any, with which the pipeline or runner closed, only once."""
+    """Raise the error from closing the pipeline or runner, if any, and forget it."""
     for holder in (pipeline, runner):
         if holder is not None:
             error, holder.exit_error = holder.exit_error, None

@@ -1,8 +1,8 @@
 """Read a stream (an iterable dataset) in blocks, and cut the blocks into batches.
 
-A plain iterable is read in a thread, an async one on the loop, by the same code, which
-never suspends for a plain iterable. Several ranks may read the same stream; each keeps
-only its samples. After the stream's end, every request reports the end at once.
+The same code reads an async iterable on the loop, and a plain iterable in a thread,
+where it never suspends. Several ranks may read the same stream; each keeps only its
+samples. After the stream's end, every request reports the end at once.
 """
 
 import contextlib
@@ -96,7 +96,7 @@ class StreamBatcher:
         return None if self._has_ended or self._unread or task.again else source
 
     def _fill(self, task: BatchTask, block: Block) -> None:
-        """Give ``task`` the samples of a full batch, in which none has failed."""
+        """Give ``task`` the samples of a full batch, in which no sample has failed."""
         self._has_samples = True
         self.maker.policy.begin(len(block))
         is_ready = self._takes_columns or isinstance(block, list)
@@ -106,7 +106,7 @@ class StreamBatcher:
     async def pull_async(self, task: BatchTask, waiting: int = 0) -> None:
         """Read the samples of ``task``, or set its result if there is no batch.
 
-        Samples of the next ``waiting`` batches may be read with them, for ``take``.
+        Samples of the next ``waiting`` batches may be read ahead, for ``take``.
         """
         task.began, source = perf_counter(), self._simple_source(task)
         block = None
@@ -215,9 +215,9 @@ class StreamBatcher:
     ) -> "_BlockSource":
         """Open an iterator where this epoch starts or resumes; return its source.
 
-        If given, ``rng_state`` is then set in torch. Unless ``is_sure``, the
-        first sample is checked. If it reveals that the dataset started from a wrong
-        state, the dataset is opened again.
+        If given, ``rng_state`` is then set in torch. If the first sample reveals that
+        the dataset started from a wrong state, the dataset is opened again, unless
+        ``is_sure``.
         """
         dataset, position = self.maker.dataset, self._position
         before = None if self._is_async else torch.get_rng_state()
@@ -306,7 +306,7 @@ class StreamBatcher:
     def _replace(self, task: BatchTask, error: BaseException) -> bool:
         """Add the replacement of a failed sample, or raise, as the policy decides.
 
-        Return True if the next sample takes the position of a skipped one.
+        Return True if the next sample takes the position of a skipped sample.
         """
         sample = self.maker.resolve("fetch", task, len(task.samples), error)
         if sample is not SKIP:
@@ -430,7 +430,7 @@ class _BlockSource:
         self._has_repeated = repeats_from is not None  # any sample since ``_start``
 
     def take(self, size: int, most: int) -> Iterable[tuple[Block, StreamState]]:
-        """Return blocks from an aioloader stream's ``take`` unless ``rest`` is left."""
+        """Return blocks of an aioloader stream's ``take``, none if ``rest`` is set."""
         has_blocks = self.is_own and self.rest is None
         return self._iterator.take(size, most) if has_blocks else ()
 
@@ -449,12 +449,12 @@ class _BlockSource:
     async def read(self, limit: int, more: int = 0) -> tuple[Block, int, bool]:
         """Read a block; only its last sample may be a ``FailedSample``.
 
-        Up to ``more`` samples may be read with it, for ``take``.
+        Up to ``more`` further samples may be read ahead, for ``take``.
 
         Returns:
             The block; its number of positions in the stream (more than its samples if
             several readers alternate and some have ended); whether the stream has
-            ended. If so, a last ``FailedSample`` has ended it and cannot be skipped.
+            ended. If so, a last ``FailedSample`` is the cause and cannot be skipped.
         """
         limit = min(limit, self._max_block)
         block, has_ended = self.rest or await self._pull(limit, more)
@@ -490,7 +490,7 @@ class _BlockSource:
     async def repeat(self, count: int) -> Block:
         """Return ``count`` samples, read again from an aioloader stream's beginning.
 
-        At its end, start over. Leave out failed samples. If all fail, return fewer.
+        At the stream's end, start over. Skip failed samples; if all fail, return fewer.
         """
         parts: list[Block] = []
         while count:

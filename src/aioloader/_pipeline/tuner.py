@@ -61,7 +61,7 @@ class Tuning:
     def observe_workers(
         self, controller: Controller, latest: Counters, deaths: int
     ) -> None:
-        """Observe an iteration's speed once; ``deaths`` is the total so far."""
+        """Observe an iteration's speed once; ``deaths`` counts all deaths so far."""
         died, self.deaths = deaths - self.deaths, deaths
         is_known, self.observed = self.observed is latest.iteration, latest.iteration
         records = latest.recorded()

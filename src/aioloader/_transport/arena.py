@@ -1,9 +1,9 @@
-"""The arena, shared memory with slots into which a worker writes batches in place.
+"""An arena: shared memory with slots, into which a worker writes batches in place.
 
 The worker writes to an anonymous memory file, which both processes map. The first page
 contains a state byte per slot. The writer takes free slots. The reader frees a slot
 when the last view of its batch is dropped, by a single store, safe in any finalizer.
-Neither side waits, because a writer without a free slot adds one.
+Neither side waits: a writer without a free slot adds a slot.
 
 The first page also lists the batches that the worker is making (ticket, stage, start).
 The reader finds them there after the worker's death.
@@ -108,7 +108,7 @@ class Table:
 
 
 class _Side(Table):
-    """The base class of an arena's sides; it creates the file unless one is given."""
+    """Base class of an arena's sides; creates the file unless given a descriptor."""
 
     _locked: Container[int]  # the page-locked slots that this side knows of
 
@@ -127,7 +127,7 @@ class _Side(Table):
         self._cells = memoryview(self._states)[_MAX_SLOTS:].cast("q")
 
     def free(self, ref: SlotRef) -> None:
-        """Free a slot; the writer frees unsent slots, and the reader sent ones."""
+        """Free a slot; the writer frees unsent slots, the reader those it received."""
         self._states[ref.number] = _LOCKED if ref.number in self._locked else _FREE
 
 
@@ -250,7 +250,7 @@ class ArenaReader(_Side):
                 memory.madvise(mmap.MADV_REMOVE, ref.start - first, ref.size)
 
     def _segment_of(self, ref: SlotRef) -> tuple[int, LockableMap]:
-        """Return the first byte and mapping of a slot's segment; map a new segment."""
+        """Return the first byte and mapping of a slot's segment, mapping it if new."""
         for first, memory in self._segments:
             if first <= ref.start and ref.start + ref.size <= first + len(memory):
                 return first, memory

@@ -2,7 +2,7 @@
 
 ``SOCK_SEQPACKET`` sockets preserve message boundaries and can carry descriptors. If
 several readers share one end, each message goes to one of them. After the peer's last
-message, its end is reported as an empty message.
+message, an empty message reports that the peer is gone.
 """
 
 import array
@@ -118,7 +118,7 @@ class Channel(socket.socket):
             os.close(file)
 
     def pause(self, seconds: float | None) -> None:
-        """Sleep (forever if None); raise ``EOFError`` as soon as the peer is gone."""
+        """Sleep for ``seconds`` or forever; raise ``EOFError`` if the peer is gone."""
         poll = select.poll()
         poll.register(self, 0)  # hanging up is reported in any case
         if poll.poll(None if seconds is None else seconds * 1000):

@@ -187,8 +187,8 @@ def lay_out(
     """Return positions for buffers from byte ``end`` on; shared memory stays shared.
 
     Tensors may be views of the same memory, such as the inputs and targets of a
-    language model. Each byte is copied once, so that they share memory at the receiver,
-    too, as in torch.
+    language model. Each byte is copied once, so that these tensors share memory at the
+    receiver as well.
 
     Args:
         raws: The buffers, of shape ``(nbytes,)``.
@@ -196,7 +196,7 @@ def lay_out(
         end: The first free byte of the destination.
 
     Returns:
-        Each buffer's extent, the copies to do in this order, and the next free byte.
+        Each buffer's extent, the copies to make, in order, and the next free byte.
     """
     extents: list[Extent] = [(0, 0)] * len(raws)
     copies: PendingCopies = []

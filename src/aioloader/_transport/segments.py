@@ -223,7 +223,7 @@ class Borrower(Table):
                 del self._piped[ref.number]
 
     def piped(self, ref: SlotRef, used: int) -> memoryview:
-        """Return the bytes to send after a batch's frame, none if it has a segment."""
+        """Return a piped batch's bytes, to send after its frame; none for a segment."""
         if ref.number < PIPED:
             return memoryview(b"")
         with self._lock:

@@ -20,8 +20,8 @@ import numpy as np
 class Slot(np.ndarray[Any, np.dtype[np.uint8]]):
     """An array of bytes that lives as long as any array or tensor over it.
 
-    A plain array would not, because numpy lets a view of a view refer to the lowest
-    array of the same type, which may be an array below the slot.
+    A plain array might not live as long, because numpy lets a view of a view refer
+    directly to the lowest array of the same type.
     """
 
 
@@ -75,7 +75,7 @@ class SlotPool:
     _free: dict[int, deque[LockableMap]] = field(default_factory=dict, init=False)
 
     def lease(self, nbytes: int) -> Slot:
-        """Return ``nbytes`` of page-aligned memory for one batch, which is not zeroed.
+        """Return ``nbytes`` of page-aligned memory, not zeroed, for one batch.
 
         The memory is in use while the slot, or any array, tensor or ``memoryview`` over
         it, is alive.

@@ -1,8 +1,8 @@
 """Make batches in the threads, processes or machines of a user's ``Executor``.
 
-Threads get the task itself. Processes and other machines get it pickled by value. The
-functions and the dataset are sent with the first tasks, and again to a worker that
-lacks them.
+Threads get the task itself. Processes and other machines get the task pickled by value.
+They get the functions and the dataset with the first tasks, and again with a later task
+if a worker lacks them.
 """
 
 import itertools
@@ -138,7 +138,7 @@ class ExecutorWorkers(Pool):
 def _make_remotely(
     name: str, packed_spec: PackedTask | None, request: PackedTask
 ) -> PackedTask | None:
-    """Make a batch in an executor's worker; return None if it lacks the spec."""
+    """Make a batch in an executor's worker; return None if the spec is missing."""
     maker = _MAKERS.get(name)
     if maker is None:
         if packed_spec is None:
@@ -159,5 +159,5 @@ def _make_remotely(
 
 
 def _packed(header: bytes, buffers: Buffers) -> PackedTask:
-    """Return a pickle with its buffers as bytes, which every executor can send."""
+    """Return a pickle with its buffers as ``bytes``, which any executor can send."""
     return header, [bytes(buffer.raw()) for buffer in buffers]

@@ -1,7 +1,7 @@
 """The worker pools and idle supervisors that a loader keeps between epochs.
 
 Worker processes start with ``iter()``, as torch's do; other workers start with the
-first request. With ``persistent_workers`` all kinds outlive the iteration.
+first request. With ``persistent_workers``, processes and Ray actors outlive an epoch.
 """
 
 import _thread
@@ -41,7 +41,7 @@ class IdleSupervisor(NamedTuple):
 def wait_or_kill(
     control: "Channel", supervisor: int, process: Any = None, seconds: float = GRACE
 ) -> None:
-    """Wait up to ``seconds`` for a supervisor to end; kill it if it is stuck."""
+    """Wait for a supervisor to end; after ``seconds``, kill it if it is stuck."""
     try:
         control.pause(seconds)
         if supervisor:
@@ -84,7 +84,7 @@ class IdleSupervisors:
         self._idle.append(IdleSupervisor(control, supervisor))
 
     def wait_later(self, wait: "Callable[[], object]") -> None:
-        """Call ``wait`` in a thread that ``close`` waits for. Safe in finalizers."""
+        """Call ``wait`` in a thread that ``close`` waits for; safe in finalizers."""
         ended = _thread.allocate_lock()
         ended.acquire()
 
@@ -133,7 +133,7 @@ class Pools:
         return any(pool.is_open() for pool in self._kept)
 
     def kept(self, start: "Callable[[], LastingPool]") -> "LastingPool":
-        """Return the persistent pool; start one if there is none."""
+        """Return the open persistent pool; if there is none, start one."""
         with self._lock:
             for pool in self._kept:
                 if pool.is_open():
@@ -152,7 +152,7 @@ class Pools:
         _close_all(self._take())
 
     def close(self) -> None:
-        """End persistent workers; wait, with a timeout, until all have ended."""
+        """End persistent workers; wait, with a timeout, for all workers to end."""
         kept = self._take()
         with self._lock:
             ending = list(self._ending)

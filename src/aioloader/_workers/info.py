@@ -40,9 +40,9 @@ class WorkerInfo:
     def rng(self) -> BatchGenerators:
         """Generators (``torch``, ``numpy``, ``random``) of the current batch.
 
-        They are seeded per batch; with ``rng="sample"``, and in coroutines (many run at
-        once), per sample. Processes and threads use the same seeds. Outside a batch,
-        and with ``rng="worker"``, each thread seeds them once, with ``seed``.
+        They are seeded per batch, or per sample with ``rng="sample"`` and in coroutines
+        (many run at once). Processes and threads use the same seeds. Outside a batch
+        and with ``rng="worker"``, each thread seeds its generators once, with ``seed``.
         """
         keyed = _KEYED.get()
         if keyed is not None:
@@ -65,14 +65,14 @@ _process: WorkerInfo | None = None
 def get_worker_info() -> WorkerInfo | None:
     """Return the info of this worker process or thread; None outside of workers.
 
-    In a worker process ``torch.utils.data.get_worker_info()`` returns the same values,
-    but has no ``rng``.
+    In a worker process ``torch.utils.data.get_worker_info()`` returns an object with
+    the same values, but without ``rng``.
     """
     return getattr(_HERE, "info", None) or _process
 
 
 def use_batch_rng(task: BatchTask) -> AbstractContextManager[None]:
-    """Set ``WorkerInfo.rng`` for a batch in this context; return a null context."""
+    """Set ``WorkerInfo.rng`` for the batch ``task``; return a null context manager."""
     if task.key is not None:
         _KEYED.set(BatchGenerators(task.key))
     return _NOTHING
@@ -86,7 +86,7 @@ def use_sample_rng(task: BatchTask, position: int, stage: int) -> None:
 
 
 def seeded(task: BatchTask) -> AbstractContextManager[None]:
-    """Seed the global generators and ``rng`` for a batch; return a null context."""
+    """Seed global generators and ``rng`` for a batch; return a null context manager."""
     seed_batch(task)
     return use_batch_rng(task)
 
@@ -127,7 +127,7 @@ def be_worker_process(info: WorkerInfo) -> None:
 
 
 def call_init(init: Callable[[int], Any] | None, worker: int) -> None:
-    """Call the user's ``worker_init_fn``, if any; note the worker in its error."""
+    """Call the user's ``worker_init_fn``, if any; add the worker's number to errors."""
     try:
         if init is not None:
             init(worker)

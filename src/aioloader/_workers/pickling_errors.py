@@ -14,7 +14,7 @@ _PARTS = (
 
 
 def explain(spec: object, error: Exception, reducers: Reducers = _NONE) -> str:
-    """Return a message naming what cannot be pickled; if nothing, raise ``error``."""
+    """Return a message naming what cannot be pickled; raise ``error`` if all can be."""
     for name in _PARTS:
         part = getattr(spec, name, None)
         refusal = _refusal(part, set(), reducers)
@@ -40,7 +40,7 @@ def explain(spec: object, error: Exception, reducers: Reducers = _NONE) -> str:
 def _refusal(
     value: object, seen: set[int], reducers: Reducers
 ) -> tuple[str, object] | None:
-    """Return the path and value of a part that cannot be pickled; None if all can."""
+    """Return path and value of a part that cannot be pickled; None if none is found."""
     if len(seen) > 10_000 or id(value) in seen:
         return None
     with contextlib.suppress(Exception):  # a user's __reduce__ may raise anything

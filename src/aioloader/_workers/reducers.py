@@ -1,7 +1,7 @@
 """Pickle tensors for other processes, with their memory out of band.
 
 A dense CPU tensor is sent as the bytes that it spans, with its strides. Other tensors
-are pickled as torch pickles them, but with their CPU storages out of band, too.
+are pickled as torch pickles them, except that their CPU storages are out of band.
 """
 
 import pickle
@@ -72,7 +72,7 @@ def _reduce_rare(note: NoteSpan, tensor: torch.Tensor) -> Any:
 
 
 def _flipped(tensor: torch.Tensor, conj: bool, neg: bool) -> torch.Tensor:  # noqa: FBT001
-    """Return the tensor, or a view with its conjugate or negative bit flipped."""
+    """Return the tensor; if ``conj`` or ``neg``, a view with that bit flipped."""
     tensor = tensor.conj() if conj else tensor
     return torch._neg_view(tensor) if neg else tensor  # noqa: SLF001
 
@@ -95,7 +95,7 @@ def _rebuild_rare(
 
 
 def _rebuild_quietly(rebuild: Callable[..., torch.Tensor], args: Any) -> torch.Tensor:
-    """Rebuild with a deprecated function of torch, without its warning."""
+    """Rebuild a tensor with a deprecated torch function, without the warning."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return rebuild(*args)

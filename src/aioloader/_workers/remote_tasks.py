@@ -74,7 +74,7 @@ def _copied(buffer: Any, lease: Allocator) -> Any:
 
 
 def of_both(task: BatchTask, made: Sequence[float]) -> BatchTimes:
-    """Return a batch's times from its worker, and from the loader if that read it."""
+    """Combine a worker's times of a batch with the loader's, if the loader reads."""
     began, read, started, transformed, collated, busy, *spent = made
     if not began:
         began, read, busy = task.began, task.read, task.busy
@@ -129,7 +129,7 @@ def refused(
     error: Exception,
     worker: int,
 ) -> BatchResult:
-    """Return the result to send instead of one whose pickling raised ``error``."""
+    """Return the result to send in place of ``result``, whose pickling failed."""
     error.add_note(f"aioloader: {maker.stage_note('send', task)}")
     problem: Any = RemoteError.of(error, worker)
     refusal = BatchResult(error=problem, state=task.state)
@@ -201,7 +201,7 @@ class RemoteError:
         return cls(_pickled(error), type(error).__name__, text, notes, worker, stop)
 
     def raisable(self) -> BaseException:
-        """Return the exception to raise, with the worker's traceback as a note."""
+        """Return the exception to raise, which carries the worker's traceback."""
         caught = f"Caught {self.name} in DataLoader worker process {self.worker}."
         text = f"{caught}\nOriginal {self.text}"
         notes = self.notes

@@ -1,8 +1,8 @@
 """Random numbers that depend on the batch, not on the worker that makes it.
 
-Before each batch the generators of torch, random and numpy are seeded from (base seed,
-epoch, batch number), so that augmentations do not depend on the number of workers,
-their scheduling or a replay. A hash turns these numbers into one seed.
+Except with ``rng="worker"``, generators of torch, random and numpy are seeded for each
+batch with a hash of (base seed, epoch, batch number). Augmentations then do not depend
+on the number of workers and their scheduling, and are the same in a replay.
 """
 
 import contextlib
@@ -126,7 +126,7 @@ def swapped_in(key: int) -> Iterator[None]:
 
 
 def swapped_for(task: BatchTask) -> contextlib.AbstractContextManager[None]:
-    """Return ``swapped_in`` for the seed of ``task``; a null context if it has none."""
+    """Return ``swapped_in`` for the seed of ``task``; if none, a null context."""
     key = task.key
     return contextlib.nullcontext() if key is None else swapped_in(key)
 

@@ -1,7 +1,7 @@
 """Share the loader's memory with workers that are not forked from it.
 
 Workers map the files of memory-mapped arrays again. Tensors in shared memory and shared
-objects of ``multiprocessing`` stay shared, by descriptor or name. The rest is copied.
+objects of ``multiprocessing`` stay shared, by descriptor or name. All else is copied.
 """
 
 import contextlib
@@ -54,7 +54,7 @@ class _Child:
 
 @contextlib.contextmanager
 def pickling_for_child() -> Iterator[list[int]]:
-    """Collect the descriptors of objects pickled in the block; the caller owns them."""
+    """Yield a list of the descriptors pickled in the block; the caller closes them."""
     child, before = _Child(), context.get_spawning_popen()
     context.set_spawning_popen(child)  # type: ignore[arg-type]
     try:

@@ -1,8 +1,8 @@
 """The functions, dataset and settings that a loader sends to its workers once.
 
-They are pickled by value, so that lambdas, local classes and notebooks work. Processes
-that are not forked from the loader's get one memory file with the pickle. They map it
-privately: the machine has one copy, and no process sees another's writes.
+They are pickled by value, so that lambdas, local classes and notebooks work. Worker
+processes that are not forked from the loader's process share a memory file that holds
+the pickle. Each maps the file privately, so that no process sees another's writes.
 """
 
 import contextlib
@@ -64,11 +64,11 @@ class WorkerSpec(Recipe):
 
     @property
     def is_addressed(self) -> bool:
-        """Whether each request goes to a certain worker, rather than to any free one.
+        """Whether each request is for one particular worker, not for any free worker.
 
-        True for replicas of a stream; for stateful map-style datasets, because a copy's
-        state depends on the samples it has read; and if code may use a worker's own
-        generators. Batches then go to workers round-robin, as in torch.
+        True for replicas of a stream, for stateful map-style datasets (a copy's state
+        depends on the samples it has read), with ``rng="worker"`` and with a
+        ``worker_init_fn``. Batches then go to workers round-robin, as in torch.
         """
         is_own = self.rng == "worker" or self.worker_init_fn is not None
         return is_own or self.is_stream() or self.keeps_state
@@ -93,7 +93,7 @@ class WorkerSpec(Recipe):
             maker.leave_generators()
 
     def pickled(self, reducers: Reducers = REDUCERS) -> tuple[bytes, Buffers]:
-        """Pickle the spec; the buffers are not copied.
+        """Return the pickled spec: its header, and its buffers, which are not copied.
 
         Raises:
             WorkerStartError: If pickling fails; the text names the attribute and a fix.
@@ -198,7 +198,7 @@ class Surroundings:
         multiprocessing.current_process().authkey = self.secret
 
     def enter_environment(self) -> None:
-        """Replace all environment variables of this process."""
+        """Replace this process's environment with that of the user's process."""
         os.environ.clear()
         os.environ.update(self.environment)
 
@@ -213,10 +213,10 @@ def _each(convert: Callable[[Any], Any], objects: Iterable[Any]) -> list[Any]:
 
 
 def send_by_value_what_cannot_be_imported() -> None:
-    """Make cloudpickle send modules by value that workers cannot import by name.
+    """Make cloudpickle pickle modules by value if workers cannot import them by name.
 
-    Such a module was loaded from a file, for example a test, configuration or plugin.
-    Importing its name might even find another file on ``sys.path``.
+    Such modules are often loaded from a path: tests, configurations, plugins. Importing
+    the name of such a module might even find another file on ``sys.path``.
     """
     import cloudpickle
 
@@ -231,12 +231,12 @@ def send_by_value_what_cannot_be_imported() -> None:
 
 @functools.lru_cache(1)
 def _importer(path: object, directory: object) -> Callable[..., bool]:  # noqa: ARG001
-    """Return a cached ``_can_import``, new whenever the path or directory changes."""
+    """Return ``_can_import`` with a cache, which is renewed if an argument changes."""
     return functools.cache(_can_import)
 
 
 def _can_import(name: str, file: str | None, is_plain: bool) -> bool:  # noqa: FBT001
-    """Tell whether a process with this ``sys.path`` gets this module by its name."""
+    """Tell whether a process with this ``sys.path`` imports the same module by name."""
     if name in {"__main__", "__mp_main__"}:  # the latter is a spawned process's main
         return name == "__main__"
     parent, _, last = name.rpartition(".")
@@ -341,7 +341,7 @@ def receive(file: int) -> WorkerSpec:
 
 
 def _write(file: int, data: memoryview, offset: int) -> int:
-    """Write all of ``data``, up to 1 GiB per call; return the offset after it."""
+    """Write all of ``data``, at most 1 GiB per call; return the offset of its end."""
     while len(data):
         written: int = write_at(file, data[: 1 << 30], offset)
         data, offset = data[written:], offset + written

@@ -75,7 +75,7 @@ def check_token(value: Any, name: str) -> int:
 def check_same(
     begun: Mapping[str, Any], now: Mapping[str, Any], text: str, where: str
 ) -> None:
-    """Raise a StateMismatchError if a writer's settings differ from those ``begun``."""
+    """Raise a StateMismatchError if a setting in ``begun`` differs in ``now``."""
     for name, old in begun.items():
         if old == (new := now[name]):
             continue
@@ -88,13 +88,13 @@ def check_same(
 
 
 def check_is(value: object, kind: Any, name: str, words: str) -> None:
-    """Raise a TypeError unless ``value`` is of type ``kind``; ``words`` describe it."""
+    """Raise a TypeError unless ``value`` has the type ``kind``, named in ``words``."""
     if not isinstance(value, kind):
         raise TypeError(f"{name} must be {words}, got {type(value).__name__}")
 
 
 def check_word(value: object, words: Any, name: str) -> None:
-    """Raise a ValueError unless ``value`` is in the ``Literal`` type ``words``."""
+    """Raise a ValueError unless ``value`` is in ``words``, a ``Literal`` type."""
     known = get_args(words)
     if value not in known:
         *first, last = map(repr, known)

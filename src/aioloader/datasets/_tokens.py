@@ -1,7 +1,7 @@
-"""Data for language models, from tokens of texts to sample arrays and token files.
+"""Tokenizers, sample arrays and token files for language models.
 
-A file is an array of tokens. The sidecar ``FILE.json`` next to it records their type,
-the token that ends documents, and what resuming a writer needs. Megatron's ``.idx`` has
+A token file is an array of tokens. The sidecar ``FILE.json`` records their type, the
+token that ends documents, and what resuming a writer needs. Megatron's ``.idx`` has
 a header, the sizes of sequences (int32), their byte offsets (int64), and the number of
 each document's first sequence (int64) with a final total, all little-endian.
 Source: megatron/core/datasets/indexed_dataset.py of NVIDIA/Megatron-LM.
@@ -69,8 +69,8 @@ def samples_of(
         tokens: All samples' tokens, int64; ``input_ids`` shares their memory.
         sizes: The length of each piece of a document or of padding, in order.
         following: Each sample's last label, if labels are shifted.
-        counts: Whether each token is to be predicted, by loss masks. If None, all
-            are. The caller masks padding.
+        counts: Booleans from loss masks, true for tokens to predict. None: predict all
+            tokens. The caller masks padding.
         shift: Whether labels are the next tokens of the same document. Otherwise they
             are the tokens themselves, for models that shift labels.
     """
@@ -94,8 +94,8 @@ def samples_of(
 class Tokenizer:
     """A private copy of a ``tokenizers.Tokenizer``, so that its settings stay fixed.
 
-    ``saved``: the original's ``to_str()``. ``splits``: whether special tokens in texts
-    are split as text. ``described``: identifies its vocabulary and settings.
+    ``saved`` is the original's ``to_str()``. ``splits`` treats special tokens as text;
+    ``truncates`` keeps truncation. ``described`` identifies vocabulary and settings.
     """
 
     def __init__(self, saved: str, *, splits: bool, truncates: bool = True) -> None:
@@ -121,7 +121,7 @@ class Tokenizer:
 def tokenizer_of(tokenizer: Any) -> Tokenizer | None:
     """Return a copy of a Hugging Face tokenizer; None for anything else.
 
-    A tokenizer with Python components cannot be copied, and raises its own error.
+    Raise the tokenizer's own error if Python components prevent a copy.
     """
     backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
     module = sys.modules.get("tokenizers")  # imported if it is a tokenizer
@@ -136,7 +136,7 @@ def tokenizer_of(tokenizer: Any) -> Tokenizer | None:
 
 
 def text_of(sample: Any, column: str | None) -> str:
-    """Return the text in a sample or its ``column``; raise an error if it has none."""
+    """Return the sample's ``column``, or the sample; raise an error if not a string."""
     if column is not None:
         if not isinstance(sample, Mapping):
             raise TypeError(
@@ -158,7 +158,7 @@ def text_of(sample: Any, column: str | None) -> str:
 
 
 def encoded(encode: EncodeTexts, texts: list[str]) -> list[Array]:
-    """Return the tokens of each text; check that ``encode`` returned 1-D arrays."""
+    """Return the tokens of each text; raise an error unless they are 1-D integers."""
     if not texts:
         return []
     arrays = encode(texts)
@@ -194,7 +194,7 @@ def dtype_of(dtype: Any) -> np.dtype[Any]:
 
 
 def check_fits(token: int, dtype: np.dtype[Any], name: str) -> None:
-    """Raise a ValueError if ``dtype`` cannot hold ``token``, called ``name``."""
+    """Raise a ValueError that mentions ``name`` if ``dtype`` cannot hold ``token``."""
     limits = np.iinfo(dtype)
     if not limits.min <= token <= limits.max:
         raise ValueError(
@@ -247,7 +247,7 @@ class Sidecar:
     def of_file(
         cls, path: Address, version: Version, version_of: VersionOf, read: ReadRange
     ) -> "Sidecar | None":
-        """Return a token file's sidecar or None; raise a ValueError if it is wrong."""
+        """Return the sidecar of ``path`` or None; raise a ValueError if it is wrong."""
         location = _with_ending(path, ".json")
         own = _version_if_any(version_of, location)
         if own is None:
@@ -366,7 +366,7 @@ class Documents:
             self._check(0, index.entries)
 
     def between(self, start: int, stop: int) -> list[int]:
-        """Return the starts of documents after token ``start``, up to and at ``stop``.
+        """Return document starts after token ``start``, up to and including ``stop``.
 
         Starts are token offsets from ``start``. A damaged index raises a DatasetError.
         """
@@ -387,7 +387,7 @@ class Documents:
         return [pointers[k] // itemsize - start for k in firsts[low:high]]
 
     def _check(self, low: int, high: int) -> None:
-        """Check that documents start in order, each where the last sequence ended."""
+        """Check that each document starts where the previous sequence ended."""
         address, _, dtype, sequences, _ = self._index
         before = max(0, self._firsts[low - 1]) if low else 0
         firsts = np.frombuffer(self._firsts[low:high], np.int64)
@@ -416,7 +416,7 @@ class Documents:
 
 
 def index_of(dtype: np.dtype[Any], documents: int, sizes: BinaryIO) -> Iterator[bytes]:
-    """Yield an index with one sequence per document, given the int32 ``sizes``."""
+    """Yield an index with one sequence per document; ``sizes`` is a file of int32."""
     yield _HEAD.pack(_MAGIC, _VERSION, code_of(dtype), documents, documents + 1)
     sizes.seek(0)
     while piece := sizes.read(4 * _WRITE_CHUNK):
@@ -435,7 +435,7 @@ def index_of(dtype: np.dtype[Any], documents: int, sizes: BinaryIO) -> Iterator[
 
 @dataclass(frozen=True)
 class TokenFile:
-    """A file of tokens, described before any token is read."""
+    """A description of a token file, made before any token is read."""
 
     address: Address
     version: Version
@@ -456,10 +456,10 @@ class TokenFile:
         version_of: VersionOf,
         read: ReadRange,
     ) -> "TokenFile":
-        """Return the token file at ``path``, which may lack Megatron's ending.
+        """Return the token file at ``path``, which may lack ``.bin`` or ``.idx``.
 
-        Raise a FileNotFoundError if it is missing, and a ValueError if the type of its
-        tokens is unknown or the files do not fit together.
+        Raise a FileNotFoundError if the file is missing, and a ValueError if its dtype
+        is unknown or if ``dtype``, ``eos``, the ``.idx`` or the sidecar does not fit.
         """
         given = None if dtype is None else dtype_of(dtype)
         tokens, idx = megatron_pair(path)
@@ -500,7 +500,7 @@ class TokenFile:
 
 
 def megatron_pair(path: Address) -> tuple[Address, Address]:
-    """Return the ``.bin`` and ``.idx`` paths of ``path``, which may lack the ending."""
+    """Return the ``.bin`` and ``.idx`` paths of ``path``, with or without ending."""
     stem = sibling(path, lambda name: re.sub(r"\.(bin|idx)$", "", name))
     return _with_ending(stem, ".bin"), _with_ending(stem, ".idx")
 

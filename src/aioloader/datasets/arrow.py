@@ -1,4 +1,4 @@
-"""Streams of other libraries' Arrow data, such as tables, queries, frames and Ray."""
+"""Streams of Arrow data of other libraries, such as Polars, DuckDB, Lance and Ray."""
 
 import sys
 from collections.abc import Iterable, Mapping
@@ -21,11 +21,11 @@ def from_arrow(
 ) -> Stream[dict[str, Any]]:
     """Return a stream of the rows of Arrow data; needs the extra ``arrow``.
 
-    A ``pyarrow.Table`` or ``pyarrow.dataset.Dataset`` (or Lance's subclass) is split
-    into shards. Other sources are Polars frames, DuckDB relations and other objects
-    with ``__arrow_c_stream__``, and functions that, in every epoch, return one or yield
-    record batches. Each of N readers reads these from the start and keeps every Nth
-    row. Their states count rows, so the order must repeat: a query needs ORDER BY.
+    A ``pyarrow.Table`` or ``pyarrow.dataset.Dataset`` (also a Lance dataset) is split
+    into shards. Other sources are objects with ``__arrow_c_stream__``, such as Polars
+    frames and DuckDB relations, and functions that return such an object or yield
+    record batches. Each of N readers reads such a source from the start and keeps every
+    Nth row. A state counts rows, so their order must repeat: a query needs ORDER BY.
 
     For Ray Data, pass the list ``dataset.streaming_split(n)``: reader k of n reads
     split k. The order changes between runs, so a state within an epoch is refused.
@@ -40,7 +40,7 @@ def from_arrow(
 
     Raises:
         ImportError: If pyarrow is not installed.
-        TypeError: If ``source`` is not Arrow data, or can be read only once.
+        TypeError: If ``source`` is not Arrow data, is read-once, or takes no ``order``.
         ValueError: If an argument is wrong.
     """
     pa = imported("pyarrow", "arrow", "from_arrow needs pyarrow")

@@ -131,7 +131,7 @@ def is_buffer(value: Any) -> bool:
 def encode(value: Any, extension: str) -> bytes:
     """Encode a value by a file extension; bytes stay unchanged, text becomes UTF-8.
 
-    Raises a TypeError or ValueError if the extension does not suit the value.
+    Raise a TypeError or ValueError if the extension does not suit the value.
     """
     if isinstance(value, str):
         return value.encode()
@@ -191,7 +191,7 @@ class Decoder:
     A sample is a dict of bytes by extension, as from ``TarDataset``; the bytes of an
     image; or a tuple that starts with them. Values that are not bytes stay unchanged,
     and so do those whose names start with ``__``. ``txt``, ``cls``, ``id``, ``json``,
-    ``npy``, ``npz``, ``pth`` and their synonyms are always decoded. Bytes without a
+    ``npy``, ``npz``, ``pth`` and their synonyms need no ``specs``. Bytes without a
     decoder stay bytes; so do pickles, because loading them runs code.
 
     Args:
@@ -202,7 +202,7 @@ class Decoder:
               tensors ``(C, H, W)`` of float32 from 0 to 1; ``"rgb"`` (``"l"``,
               ``"rgba"``): arrays ``(H, W, C)``, for ``"l"`` ``(H, W)``, of float32 from
               0 to 1. With the suffix 8 (``"torchrgb8"``, ``"rgb8"``): uint8;
-            - a dict from extensions to functions of bytes, or to these words. It takes
+            - a dict from extensions to functions of bytes, or these words. A dict takes
               precedence, and the longest extension wins (``"mask.png"`` over
               ``"png"``);
             - a function of ``".extension"`` and bytes, tried next. Like WebDataset's

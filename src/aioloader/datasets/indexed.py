@@ -1,9 +1,9 @@
 """Random access to the samples of shards, so that all can be shuffled together.
 
 The offsets of samples come from an index (``.idx`` files, the heads of MDS shards, or a
-pack) or a scan. Concurrent ranged requests read remote samples, neighbours together;
-local shards are memory mapped. Memory holds 4 bytes per sample (8 if a shard has 4
-GiB), and the reads in flight.
+pack) or a scan. Concurrent ranged requests read remote samples; one request may read
+several neighbours. Local shards are memory mapped. Memory holds 4 bytes per sample (8
+if a shard has 4 GiB), and the reads in flight.
 """
 
 import asyncio
@@ -87,14 +87,14 @@ class IndexedDataset(Dataset[Coroutine[Any, Any, Any]], LoopDataset):
             uncompressed, on a server that supports ranges. Or a local ``ArrowDataset``,
             whose rows need no index.
         pack: Path or URL of a pack; store options are those of ``stream``.
-        scan: Whether to read all shards without an index, now. Or a function to call
-            after each shard, with the numbers of indexed shards and of all shards.
+        scan: Whether to scan each shard that has no index, now. A function means True,
+            and is called after each shard, with the numbers of indexed and all shards.
 
     Raises:
         TypeError: If ``stream`` is none of these.
-        ValueError: If ``stream`` is shuffled, interleaved, shared among ranks or
-            filtered; if its shards are compressed; or if both ``pack`` and ``scan`` are
-            given.
+        ValueError: If ``stream`` sets an order, ranks, readers or filters; if a shard
+            is compressed; if ``pack`` and ``scan`` are both given; or if either is
+            given for an ``ArrowDataset``.
         ObjectNotFoundError: If there is no index, and ``scan`` is not set.
         DatasetError: If an index cannot be read, or belongs to other shards.
 
@@ -156,7 +156,7 @@ class IndexedDataset(Dataset[Coroutine[Any, Any, Any]], LoopDataset):
 
         Raises:
             IndexError: If ``index`` is out of range.
-            ShardChangedError: If the shard has changed since it was indexed.
+            ShardChangedError: If the shard changed after its pack, scan or first read.
             DatasetError: If reading failed, after all retries, or the sample is
                 damaged.
         """
@@ -188,8 +188,8 @@ class IndexedDataset(Dataset[Coroutine[Any, Any, Any]], LoopDataset):
         """Return a shuffling sampler; one request reads ``block`` neighbouring samples.
 
         Each sample comes once per epoch. A block's samples are spread over a window,
-        and buffered until used: about ``window`` samples on all ranks together, at most
-        twice as many on one rank. Each event loop has its own buffer, so use
+        and buffered until used. Buffers hold about ``window`` samples on all ranks, at
+        most twice as many on one rank. Each event loop has its own buffer, so use
         ``fetch="loader"`` with worker processes. A ``Subset`` reads no blocks.
 
         Args:
@@ -203,7 +203,7 @@ class IndexedDataset(Dataset[Coroutine[Any, Any, Any]], LoopDataset):
                 read by one rank, except blocks in which a part begins.
 
         Raises:
-            ValueError: If a number is below 1, or ``window`` is below 0.
+            ValueError: If ``block`` or ``lanes`` is below 1, or ``window`` is below 0.
         """
         return ShuffledBlocks(len(self), block, window, seed, lanes)
 

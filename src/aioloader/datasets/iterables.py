@@ -50,9 +50,9 @@ def from_iterable(source: IterableSource) -> Stream[Any]:
     Args:
         source: An iterable that can be iterated in every epoch, or a function that
             returns an iterable, such as a generator function. Each reader iterates it.
-            The iterable's ``set_epoch``, if any, is called with each epoch's number; in
-            later passes of ``repeat``, with another number below 2**31. A loader of
-            aioloader in ``source`` uses the same number.
+            The iterable's ``set_epoch``, if any, is called with the epoch's number; in
+            later passes of ``repeat``, with a hash (below 2**31) of epoch and pass. A
+            loader of aioloader in ``source`` uses the epoch of the stream.
 
     Raises:
         TypeError: If ``source`` is none of these, or an iterator.
@@ -209,7 +209,7 @@ class _IterableCursor(Cursor):
         return None
 
     async def _close(self) -> None:
-        """Close a generator (in its thread) or a stream's iterator; end the thread."""
+        """Close the source's generator or ``StreamIterator``, and end the thread."""
         self._has_ended = True
         if (thread := self._thread) is not None:
             await in_thread(self._end, executor=thread)

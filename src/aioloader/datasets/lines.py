@@ -84,7 +84,7 @@ class JSONDecoder:
     ) -> list[Any] | None:
         """Decode many lines at once; return None if ``decode_line`` must decode each.
 
-        ``longest`` is the longest line's length; ``is_plain`` is true if all lines are.
+        ``longest`` is the longest line's length; ``is_plain`` tells if all are plain.
         """
         fast, is_long = _orjson_loads(), longest > 2 * _MAX_DEPTH
         if fast is None:
@@ -255,7 +255,7 @@ def _single(
 
 
 def samples(decoder: LineDecoder, max_bytes: int, feed: ByteFeed) -> Steps:
-    """Yield the samples of lines; fail lines over ``max_bytes`` without buffering."""
+    """Yield the lines' samples; a line over ``max_bytes`` fails without buffering."""
     offset = feed.at
     # The parts of a line that continues in the next piece, and their length.
     parts, length = list[bytes](), 0

@@ -37,14 +37,14 @@ def from_dataset(
     """Return a stream of all samples of a map-style dataset.
 
     The stream can have steps, be mixed, and be divided among any number of ranks. A
-    coroutine ``__getitem__`` runs on the loop, for many samples at a time. A plain one
-    runs in a thread that all readers share, because few datasets are thread-safe.
+    coroutine ``__getitem__`` runs on the loop, for many samples at a time. A plain
+    method runs in a thread that readers share, because few datasets are thread-safe.
     ``__getitems__`` is used if the dataset has it. A failed sample is delivered as an
     error. Because the length is known, ranks have equal parts, as with torch's
     ``DistributedSampler``: the loader's ``tail`` decides about the last samples.
 
     Args:
-        dataset: With ``__getitem__`` and ``__len__``; a state requires the same length.
+        dataset: A map-style dataset; a state requires a dataset of equal length.
         shuffle: Whether to permute all samples, differently in each epoch.
         seed: Seed of the permutation.
         concurrency: How many samples of an async dataset to read at a time, in all

@@ -1,8 +1,8 @@
 """Streams of shards in the MDS format of MosaicML Streaming.
 
 The ``index.json`` of a directory lists its shards. A shard consists of the number of
-samples, their offsets, and the samples. Each sample starts with its columns' lengths,
-so reading can start at any sample without the offsets.
+samples, their offsets, and the samples. Each sample starts with the lengths of columns
+without a fixed size, so reading can start at any sample without the offsets.
 """
 
 import itertools
@@ -148,7 +148,7 @@ def _image(image: ModuleType, data: bytes) -> Any:
 
 
 def _raw_image(image: ModuleType, data: bytes) -> Any:
-    """Decode a raw image, stored as width, height, mode's length, mode, and pixels."""
+    """Decode a raw image: its width, height, length of mode, mode, and pixels."""
     width, height, length = struct.unpack_from("<3I", data)
     mode = str(data[12 : 12 + length], "utf-8")
     return image.frombytes(mode, (width, height), data[12 + length :])
@@ -182,8 +182,8 @@ class MDSDataset(StoredStream[dict[str, Any]]):
 
     Args:
         addresses: Directories with an ``index.json``, as paths, URLs or patterns.
-        allow_unsafe_types: Whether to load columns of pickles, which can run any code
-            of their author.
+        allow_unsafe_types: Whether to load pickled columns. Loading a pickle runs any
+            code that its author put there.
         options: As for ``TarDataset``.
 
     Raises:
@@ -226,7 +226,7 @@ class MDSFormat(ByteFormat):
     async def shards(
         self, stack: AsyncExitStack, _known: Summary | None = None
     ) -> list[Any]:
-        """Return the shards that the indexes list, in their order."""
+        """Return the shards that the indexes list, in the order of the indexes."""
         indexes = await super().shards(stack)
         shards: list[MDSShard] = []
         for address in indexes:
@@ -284,7 +284,7 @@ class MDSFormat(ByteFormat):
         return {**names, "samples": whole["names"]}
 
     def address(self, shard: Any) -> Address:
-        """Return the address of a whole shard."""
+        """Return the address of a shard, or of the shard that a part is from."""
         address: Address = shard.address
         return address
 
@@ -295,7 +295,7 @@ class MDSFormat(ByteFormat):
         return self._spec._replace(quick=partial(_single, columns, *_layout(columns)))
 
     async def offsets(self, shard: Any) -> Offsets:
-        """Return the samples' offsets and the last one's end, from the shard's head."""
+        """Return the samples' offsets and the last sample's end, from the head."""
         stop = 8 + 4 * shard.samples
         head = self.storage.open(shard.address, 0, _READ_BYTES, stop=stop)
         table = np.frombuffer(await read_whole(head), "<u4")
@@ -306,7 +306,7 @@ class MDSFormat(ByteFormat):
         return table[1:]
 
     def open(self, shard: Any, position: ShardPosition, budget: int) -> ShardReader:
-        """Return a reader of a shard, or of a part of one, from ``position`` on."""
+        """Return a reader of a shard or part of a shard, from ``position`` on."""
         # Read a whole shard to its end, because extra bytes reveal a wrong index.
         stop = None if shard.stop == shard.size else shard.stop
         allow = self._allow_unsafe_types
@@ -331,7 +331,7 @@ def _decoders(
 
 
 def _shard(folder: Address, entry: dict[str, Any]) -> MDSShard:
-    """Parse an entry of an index; raise a ValueError if its format is unknown."""
+    """Parse an entry of an index; raise a ValueError for an unsupported format."""
     if entry["format"] != "mds" or entry["version"] != 2:
         version = f"format {entry['format']!r}, version {entry['version']!r}"
         raise ValueError(f"a shard has {version}; only 'mds', version 2, is supported")
@@ -357,8 +357,8 @@ def samples(
 ) -> Steps:
     """Yield a shard's samples from the position of ``feed`` to byte ``stop``.
 
-    A sample that cannot be decoded is one failed sample. Wrong lengths, or bytes after
-    the last sample, end the shard with an error.
+    A sample that cannot be decoded is one failed sample. Wrong lengths, missing bytes,
+    or bytes after the last sample, end the shard with an error.
     """
     lengths, fixed = _layout(columns)
     offset, ends = feed.at, iter(memoryview(b""))  # no table after a resume
@@ -411,7 +411,7 @@ def _single(
     start: int,
     data: memoryview,
 ) -> Any:
-    """Decode the single sample in ``data``; return a failed one if lengths differ."""
+    """Decode the sample in ``data``; return a ``FailedSample`` if it is damaged."""
     length = lengths.size
     if len(data) >= length:
         sizes = lengths.unpack_from(data)

@@ -46,8 +46,8 @@ def mix(
 
     The source of each sample is computed from its position in the order of all ranks
     and readers, not at random. Among the first ``n`` samples, for any ``n``, each
-    source has its share to within 1.5 samples, until one ends. Readers have about equal
-    shares, unless they far outnumber the positions in a period of the weights. Use
+    source has its share to within 1.5 samples, until a source ends. Each reader gets
+    about these shares, unless readers far outnumber the sum of the integer weights. Use
     ``repeat()`` to repeat a source. Failed samples count.
 
     A mixture of map-style datasets is a ``Subset`` of their concatenation. Each dataset
@@ -60,13 +60,13 @@ def mix(
         weights: Weights in the order of the sources, or by name; default: equal. Or
             stages, ``[(0, weights), (start, weights), ...]``; each applies from
             position ``start`` on. Decimals are exact, unless their integer ratio sums
-            to more than ``2**40``: it is then rounded to that sum.
+            to more than ``2**40``; the ratio is then rounded to that sum.
         until: ``"all"``: when a source ends (for streams: within a reader), the others
             continue in their proportions until all have ended; ``"first"``: the mixture
             ends with the first source that ends.
 
     Raises:
-        ValueError: If there are no sources, or two with one name; if weights are not
+        ValueError: If there are no sources, or two with equal names; if weights are not
             positive, or have other names; if stages do not ascend from 0; or if a
             stream sets other ranks or readers than the first one.
         TypeError: If sources are neither all streams nor all map-style datasets.
@@ -109,7 +109,7 @@ class _Batches(ConcatDataset[Any]):
         return samples
 
     def _parts(self, indices: list[int]) -> Iterator[tuple[Any, list[int], list[int]]]:
-        """Yield datasets, their samples' positions in the batch, and indices."""
+        """Yield each dataset, its samples' places in the batch, and their indices."""
         parts: dict[int, tuple[list[int], list[int]]] = {}
         for place, index in enumerate(indices):
             number = bisect_right(self.cumulative_sizes, index)
@@ -121,7 +121,7 @@ class _Batches(ConcatDataset[Any]):
 
 
 class _BatchesAsync(_Batches):
-    """``_Batches`` for async datasets; a batch reads all datasets concurrently."""
+    """``_Batches`` for async datasets; a batch's datasets are read concurrently."""
 
     async def __getitems__(self, indices: list[int]) -> list[Any]:
         samples: list[Any] = [None] * len(indices)

@@ -67,18 +67,18 @@ class Named(HasLifespan):
         Args:
             root: Folder that contains one folder per class; names must start with it.
             classes: The classes, in the order of their labels. Default: the folders,
-                sorted. For other sets, pass the training set's classes.
+                sorted. For a validation set, pass the training set's classes.
             extensions: Extensions of files to include. Default: torchvision's (not
                 ``gif``). Empty: all files.
 
         Raises:
-            ValueError: If no file is included, one is in no (known) class folder, or,
-                without ``classes``, a class folder has no file to include.
+            ValueError: If no file is included, if a file is in no known class folder,
+                or if, without ``classes``, a class folder has no file to include.
         """
         return ClassFolders(self, root, classes=classes, extensions=extensions)
 
     def folders(self, root: str) -> list[str]:  # noqa: ARG002  (stores have none)
-        """Return the folders in ``root``, also empty ones; a store has none."""
+        """Return the folders in ``root``, including empty ones; [] for a store."""
         return []
 
 

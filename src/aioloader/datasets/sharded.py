@@ -173,7 +173,7 @@ class ShardedStream(Stream[Sample_co]):
         return kind(sequences, state, summary)
 
     def ahead(self) -> Ahead:
-        """Tell how far to read ahead, which is not at all if the order may change."""
+        """Return how far to read ahead: not at all if the order may change."""
         changes = self.made_by.changes or not self._deterministic
         return Ahead.NEVER if changes else Ahead.FREE
 
@@ -193,7 +193,7 @@ class ShardedStream(Stream[Sample_co]):
         }
 
     async def _agree(self, reading: Reading, known: Summary | None) -> "_ShardListing":
-        """Return the shards; raise a DatasetError if ranks list different ones."""
+        """List the shards; raise a DatasetError if ranks list different shards."""
         assert reading.agreement is not None
 
         def find(stack: AsyncExitStack, theirs: Any) -> Awaitable[_ShardListing]:
@@ -300,7 +300,7 @@ class StoredStream(ShardedStream[Sample_co]):
     Args:
         addresses: Paths or URLs, one or many; ``{000..127}`` and ``{a,b}`` are
             expanded, and ``*`` matches names.
-        made_by: Returns the shards' format, given their addresses and a ``Storage``.
+        made_by: Function that makes the format from addresses and a ``Storage``.
         store: Base of relative ``addresses``: a URL, a directory, an obstore store, an
             fsspec file system, or a ``Source``.
         store_options: Options of the store that a URL names, such as
@@ -384,7 +384,7 @@ class ByteStream(StoredStream[Sample_co]):
         options: As for ``StoredStream``.
 
     Attributes:
-        cuts: Function that returns offsets to split a shard at; None: never split.
+        cuts: Function that returns offsets to split at, or why not; None: never split.
     """
 
     cuts: ClassVar[Cuts | None] = None

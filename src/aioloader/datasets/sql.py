@@ -3,7 +3,7 @@
 Rows are in the order of the given keys, or of the sorted keys of the table. Memory
 holds the keys (8 bytes each if integers) and the requested rows. Batches save time:
 from PostgreSQL, a narrow row takes 8 us in a query for 1,024 rows and 185 us alone; a
-row of 100 KB takes 71 us in a query for 64, and 238 us alone.
+row of 100 KB takes 71 us in a query for 64 rows, and 238 us alone.
 """
 
 import abc
@@ -297,7 +297,7 @@ class PostgresLookup(Lookup):
         return rows
 
     async def _get_pool(self) -> "asyncpg.Pool":
-        """Return the pool, which connects at the first query."""
+        """Return the pool; a new pool connects at the first query."""
         if self._pool is None:
             # Without connections `create_pool` never waits, so no second pool is made.
             # No cache: with a pooler, named statements may be another client's.
@@ -376,7 +376,7 @@ class SQLRows(Dataset[Coroutine[Any, Any, Row]], LoopDataset):
     A row is a dict of Python values by column. Several event loops can read one dataset
     at once, each with its own connections; a loader closes them (``aclose``). A dataset
     of a URL without a password can be pickled. Rows are not read from a snapshot: each
-    has its values at the time of the query.
+    row has its values at the time of the query.
 
     Args:
         url: ``sqlite:///path``, ``postgresql://user@host/name``, or an asyncpg pool of
@@ -474,7 +474,7 @@ class SQLRows(Dataset[Coroutine[Any, Any, Row]], LoopDataset):
         return row
 
     async def __getitems__(self, indices: Sequence[SupportsIndex]) -> list[Row]:
-        """Read rows by one query, in the order of ``indices``, which may repeat."""
+        """Read rows in the order of ``indices``, which may have duplicates."""
         keys = [self._key(index) for index in indices]
         self._check_loop()
         rows = await self._readers.here().find(list(dict.fromkeys(keys)))

@@ -81,7 +81,7 @@ class Stream(Iterated[Sample_co]):
         """Return the stream of ``function(sample)``, in order.
 
         A coroutine function runs on the loop, for ``concurrency`` samples at a time. A
-        plain one runs in a thread, and the loader's ``transform`` in worker processes.
+        plain function runs in a thread. Worker processes run a loader's ``transform``.
         """
         check_at_least(concurrency, 1, "concurrency")
         _check_function(function, "async generator")
@@ -156,7 +156,7 @@ class Stream(Iterated[Sample_co]):
         number of ranks does not divide ``count``, the loader's ``tail`` decides about
         the last samples.
 
-        A loader's next epoch, even after a resume, continues where the last one
+        A loader's next epoch, even after a resume, continues where the previous epoch
         stopped: each reader reads every sample once before it repeats any. Shuffles
         depend on a reader's number of passes, and on the number of the loader's first
         epoch; ``set_epoch`` changes neither samples nor order of later epochs. The
@@ -179,7 +179,7 @@ class Stream(Iterated[Sample_co]):
         further than needed. A sample that is a string, bytes, a dict or not iterable
         fails with a ``TypeError``. If an iterable raises, the error replaces its
         remaining items. A state contains the position among a sample's items. On
-        resume, these items are generated again, and must be the same.
+        resume, that sample's items are generated again, and must be the same.
         """
         return _StepStream(self, Unbatched, {})
 
@@ -207,7 +207,7 @@ class Stream(Iterated[Sample_co]):
         Args:
             tokenizer: A ``tokenizers.Tokenizer``, or one of
                 ``tokenizers.implementations``; a fast tokenizer of ``transformers``,
-                called as ``tokenizer(texts)`` (both add special tokens, and return
+                called as ``tokenizer(texts)`` (all add special tokens, and return
                 int64); or a plain function of a list of texts that returns a sequence
                 of integers for each text, or a dict with these as ``input_ids``.
             column: Key or column of the text, for samples that are dicts or rows.
@@ -263,7 +263,7 @@ class Stream(Iterated[Sample_co]):
         A sample that is not a document fails with a TypeError, KeyError or ValueError.
         On resume, ``"concat"`` reads the documents of the open sample and at most 64
         others again, ``"best_fit"`` one window. (If user code then fails for different
-        documents of the window, its samples differ.)
+        documents of the window, the window's samples differ.)
 
         Args:
             length: Number of tokens per sample.
@@ -272,7 +272,7 @@ class Stream(Iterated[Sample_co]):
                 window, and permute the samples of a window.
             window: Number of documents per window, for best fit.
             bos: Token to add before each document; it is never predicted.
-            eos: Token to add after each document; predicted if the last token is.
+            eos: Token to add after a document, masked like the document's last token.
             overlong: What best fit does with documents of more than ``length`` tokens.
             last: Whether concat drops or pads an incomplete last sample. Best fit pads
                 all samples.
@@ -375,7 +375,7 @@ class _StepStream(Stream[Any]):
         return self.upstream.total() if self._step.is_one_to_one else None
 
     def carried(self, state: State, passed: int, share: ReaderShare) -> State | None:
-        """Return the next epoch's first state, in which this step starts over."""
+        """Return the next epoch's first state, or None; this step starts over."""
         passed = passed + state.get("taken", 0) if self._step.is_one_to_one else 0
         up = self.upstream.carried(state.get("up", {}), passed, share)
         return None if up is None else {"up": up}
@@ -489,7 +489,7 @@ class Mixture(Stream[Any]):
         return Mixed(cursors, state, reading, self._schedule, self.ahead())
 
     def carried(self, state: State, _passed: int, share: ReaderShare) -> State | None:
-        """Return the next epoch's first state, in which the mixture starts over."""
+        """Return the next epoch's first state, or None; the mixture starts over."""
         ups = [stream.carried(up, 0, share) for stream, up in self._paired(state)]
         return {"up": [up or {} for up in ups]} if any(ups) else None
 

@@ -42,7 +42,7 @@ class ParquetDataset(StoredStream[Row]):
     differ in the order of columns, in the width of strings, lists and numbers, and in
     columns that are all NULL. A missing column, incompatible types, and values that
     would change are errors that name the files. Only a narrower float type in
-    ``schema`` rounds values, to infinity beyond its range, as in Arrow.
+    ``schema`` rounds values; those beyond its range become infinity, as in Arrow.
 
     Directories named ``key=value`` (``"year=2024/"``, as by Hive, Spark and pyarrow)
     add a column after the files' columns. Its type is the one in ``schema``; by
@@ -59,7 +59,7 @@ class ParquetDataset(StoredStream[Row]):
             that a file lacks are NULL.
         filters: Which rows to read, as in ``pyarrow.parquet``: an expression, or a list
             such as ``[("year", ">", 2020)]``. Row groups are skipped by their
-            statistics; rows of the others are tested. ``nulls`` apply afterwards.
+            statistics; rows of other groups are tested. ``nulls`` apply afterwards.
         options: ``store``, ``store_options``, ``shuffle``, ``interleave``, ``cache``
             and all others of ``StoredStream``.
 
@@ -138,12 +138,12 @@ class CSVDataset(StoredStream[Row]):
 
     Shards are ranges of lines. A file that is compressed or may have newlines in values
     is one shard. Types that are not given are inferred from the first lines of all
-    files. A line that cannot be parsed is one failed sample; its error has the byte
+    files. A line that cannot be parsed is one failed sample; its error gives the byte
     offset. Directory names are columns, as for ``ParquetDataset``.
 
     Args:
-        addresses: Paths or URLs. Files named ``.gz``, ``.zst``, ``.bz2`` or ``.lz4``
-            are decompressed.
+        addresses: Paths or URLs. Files whose names end in ``.gz``, ``.zst``, ``.bz2``
+            or ``.lz4`` are decompressed.
         columns: As for ``ParquetDataset``.
         column_names: Names of the columns, for files without a header line.
         column_types: Types by column, such as ``pyarrow.int8()`` or ``"int8"``.
@@ -156,7 +156,7 @@ class CSVDataset(StoredStream[Row]):
         escape_char: Character before a literal character, or ``False``.
         newlines_in_values: Whether quoted values may have newlines.
         null_values: Spellings of NULL; default: empty, ``NULL``, ``NaN``...
-        strings_can_be_null: Whether ``null_values`` apply to text columns, too.
+        strings_can_be_null: Whether ``null_values`` also apply to text columns.
         options: As for ``ParquetDataset``.
 
     Raises:

@@ -4,7 +4,7 @@ The parser reads v7, ustar, GNU and PAX archives. Members that are whole in the 
 and have a plain header take a fast path. A damaged header ends the archive. Damage to
 bodies, long names and PAX records is not detected: tar has no checksum for them.
 
-The index ``shard.tar.idx`` has the offset of each sample and the end of the last one,
+The index ``shard.tar.idx`` has the offset of each sample, and the last sample's end,
 as little-endian 64-bit integers, as in NVIDIA's Megatron-Energon and NeMo. It allows an
 archive to be split between samples if there are fewer shards than readers.
 """
@@ -196,7 +196,7 @@ def split_name(name: str) -> tuple[str, str] | None:
 
 
 def samples(max_sample_bytes: int, missing_end: MissingEnd, feed: ByteFeed) -> Steps:
-    """Yield an archive's samples, with a ``FailedSample`` for each that cannot be read.
+    """Yield an archive's samples; each unreadable sample becomes a ``FailedSample``.
 
     ``feed`` starts at a sample's first header; global PAX headers before it are not
     applied. While its pieces are joined, a member takes twice its size in memory.
@@ -287,7 +287,7 @@ class _Archive:
                     self._fields[field] = body
 
     def _read_plain_members(self) -> _Member | None:
-        """Read plain members; return one whose body is not all buffered, or None."""
+        """Read plain members; return a member with a partly buffered body, or None."""
         feed, view, offset = self._feed, self._feed.view, self._feed.used
         base, length, ready, want = feed.at - offset, len(view), self._ready, feed.want
         start, name, member = offset, b"", None
@@ -341,7 +341,7 @@ class _Archive:
         return is_plain
 
     def _read_headers(self) -> Generator[Any, None, _Member | None]:
-        """Read the next member's headers; return None at the end of the archive."""
+        """Read a member's headers; return its field and size, or None at the end."""
         start, extras = self._feed.at, dict[str, bytes]()
         while True:
             block = yield from self._read_header(start)
@@ -517,7 +517,7 @@ class _Archive:
         return None if self._failure else field
 
     def _end_sample(self) -> None:
-        """Finish the current sample; warn if it seems to belong to an earlier one."""
+        """Finish the current sample; warn if it seems part of an earlier sample."""
         key, fields = self._key, self._fields
         if key is None:
             return
@@ -602,15 +602,15 @@ class TarDataset(ByteStream[dict[str, Any]]):
     make one sample: ``{"__key__": ..., "__url__": ..., "jpg": b"...", "cls": b"7"}``.
     The caller owns the bytes. Links are skipped. The first link is logged, and so is
     the first sample whose members are not consecutive. Archives may be compressed by
-    gzip, zstandard, bzip2 or xz. An uncompressed one can resume at any sample; at most
+    gzip, zstandard, bzip2 or xz. Uncompressed archives resume at any sample; at most
     8 MB of earlier data are read again. If there are fewer shards than readers,
     ``a.tar`` is split by its index ``a.tar.idx``.
 
     Args:
         addresses: Paths or URLs, such as ``"s3://bucket/train-{000..127}.tar"``.
         max_sample_bytes: Samples above this size fail without being buffered.
-        missing_end: If a tar lacks the zeros at its end: ``"error"`` raises instead of
-            the last sample, which may be cut short; ``"warn"`` reads it.
+        missing_end: What to do if a tar lacks the zeros at its end: ``"error"``
+            raises instead of the last sample, which may be cut; ``"warn"`` reads it.
         options: ``store``, ``store_options``, ``shuffle``, ``interleave``, ``cache``
             and all others of ``StoredStream``.
 

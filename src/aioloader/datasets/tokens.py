@@ -190,7 +190,7 @@ class TokenDataset(Dataset[Any]):
             index: Number of the sample; negative ones count from the end.
 
         Returns:
-            The arrays by name, owned by the caller; from a URL, a coroutine for these.
+            A dict of arrays, owned by the caller; for a URL, a coroutine of the dict.
 
         Raises:
             IndexError: If ``index`` is out of range.
@@ -217,7 +217,7 @@ class TokenDataset(Dataset[Any]):
         return self._samples(windows, starts)
 
     def describe(self) -> dict[str, Any]:
-        """Return the settings that decide the samples, as JSON-serialisable data."""
+        """Return the settings that determine the samples, as JSON-serialisable data."""
         return {
             "kind": "TokenDataset",
             "length": self.length,
@@ -227,11 +227,11 @@ class TokenDataset(Dataset[Any]):
         }
 
     async def __aenter__(self) -> Self:
-        """Keep a store's connections open until the exit; loaders enter datasets."""
+        """Return the dataset; a file on disk has no connections to open."""
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
-        """Close a store's connections."""
+        """Do nothing; a file on disk has no connections to close."""
 
     def _find(
         self,

@@ -196,7 +196,7 @@ class ShardWriter(abc.ABC):
         destination: A directory, a URL (``s3://bucket/train``), or an obstore store.
         name: Prefix of the shards' names.
         shard_bytes: Size at which a shard is finished.
-        shard_samples: Maximum number of samples per shard, or None.
+        shard_samples: Maximum number of samples per shard; None: no limit.
         metadata: JSON-serialisable data about the samples' origin, which is stored.
             Writing resumes only with equal metadata.
         store_options: Options of the store that a URL names.
@@ -276,7 +276,7 @@ class ShardWriter(abc.ABC):
         return self.next_sample - self._first
 
     def _begin(self) -> None:
-        """Begin a new shard; discard an unfinished one."""
+        """Begin a new shard; discard the samples of an unfinished shard."""
         self._first = self.next_sample
         self._pending: list[Any] = []
         self._pending_bytes = self._sent_bytes = 0
@@ -395,11 +395,11 @@ class ShardWriter(abc.ABC):
         return None
 
     def _schema(self) -> str:
-        """Return the schema of the shards as text; only tables have one."""
+        """Return the schema of the shards as text; empty unless they are tables."""
         return ""
 
     def _resume(self, schema: str) -> None:  # noqa: B027  (tars have none)
-        """Adopt the schema of existing shards; it is empty if there are none."""
+        """Adopt the schema of existing shards; empty if no shard exists."""
 
 
 class TarWriter(ShardWriter):
@@ -450,7 +450,7 @@ class TarWriter(ShardWriter):
         return b"".join([*encoded, _TAR_END] if is_end else encoded)
 
     def _index(self) -> bytes:
-        """Return the offsets of the samples, and the end of the last one."""
+        """Return the offsets of the samples, and the end of the last sample."""
         self._starts.append(self._sent_bytes - len(_TAR_END))
         return np.asarray(self._starts).astype("<u8").tobytes()
 

@@ -21,14 +21,14 @@ _TURNS = (0, 1, 2, 5, 20)
 async def check_shard_format(made_by: ShardFormat, *, samples: int = 64) -> None:
     """Check that a ``ShardedStream`` can use ``made_by``.
 
-    A pickled copy must list the same shards; summary and description must be JSON. A
-    reader must return 1 to ``limit`` samples, then empty blocks, and the same samples
-    for all limits and budgets. From the position after each sample, which must be JSON,
-    a new reader must return the rest. Closing a reader at any time must leave no task.
+    A pickled copy must list the same shards; summary and description must be JSON. Each
+    pull must return 1 to ``limit`` samples, or an empty block at the end; limits and
+    budgets must not change the samples. From each position, which must be JSON, a new
+    reader must return the remaining samples. Closing a reader must leave no task.
 
     Args:
-        made_by: The format, over a few small shards; not all of them empty.
-        samples: How many of a shard's first samples to resume after, one by one.
+        made_by: A format with a few small shards, at least one of them not empty.
+        samples: How many samples of each shard to check positions for.
 
     Raises:
         AssertionError: If a check fails. Errors from reading are raised unchanged.

@@ -19,7 +19,7 @@ def frozen(value: Any) -> Hashable:
     """Return a hashable value that is equal for values with the same bits.
 
     Tensors and arrays are compared by device, dtype, shape and bytes; containers and
-    plain objects by their parts; anything else by its pickle.
+    plain objects by their parts; ``_ATOMS`` and classes directly; others by pickle.
     """
     kind = type(value)
     part: Hashable

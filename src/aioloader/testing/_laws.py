@@ -1,7 +1,7 @@
-"""A check that a resumed loader delivers the same batches as the first one.
+"""A check that resumed loaders deliver the same batches as an uninterrupted one.
 
-The check is a generator that yields the next loader to iterate. It is driven by ``for``
-or ``async for``, in this process or in a new one.
+The check is a generator that yields each loader to iterate. It is driven by ``for`` or
+``async for``, in this process or in a new one.
 """
 
 import asyncio
@@ -44,10 +44,10 @@ def assert_resumes_exactly(
 
     For every k, a new loader loads the state saved after k batches. It must deliver the
     remaining batches and the next two epochs exactly as the first loader did, equal in
-    every bit. The state that it saves half-way through the remaining batches must also
-    resume exactly. With k = 0, the state is saved before ``iter()``, and again before
-    the first step. After the last batch, nothing is left of the epoch; after its end,
-    the next epoch starts. With ``in_order=False``, batches are compared as a multiset.
+    every bit. The state that the new loader saves half-way through the remaining
+    batches must also resume exactly. For k = 0, one state is saved before ``iter()``
+    and one after it. A state saved after the epoch's end must start the next epoch.
+    With ``in_order=False``, batches are compared as a multiset.
 
     After each batch, torch's default generator is used once, as by a step with dropout.
     States pass through JSON if that preserves them, else through ``pickle``.
@@ -55,15 +55,15 @@ def assert_resumes_exactly(
     Args:
         make_loader: Returns a new loader, over a new dataset if the dataset has state.
         stops: The values of k to check; None: all.
-        resume_in: Returns the loaders that resume, if they differ from the first one,
-            for example in the number of workers.
-        limit: Number of batches to check, for long and endless epochs.
-        new_process: Whether to resume the first, middle and last state in a new
-            process, too. The function is sent there by value; if it cannot be pickled,
-            a warning says so.
+        resume_in: Returns a new loader to resume with, for example with another number
+            of workers; None: ``make_loader``.
+        limit: Check only this many batches of one epoch, for long and endless epochs.
+        new_process: Whether to resume the first, middle and last state in a new process
+            as well. The function that makes the loader is pickled for this; if pickling
+            fails, a warning says so.
 
     Raises:
-        AssertionError: If a loader resumes differently; tells k and the difference.
+        AssertionError: If batches differ; the message names k and the difference.
     """
     make_other, resumes = resume_in or make_loader, list[_Resume]()
     with torch.random.fork_rng(devices=[]):
@@ -126,7 +126,7 @@ class _Life:
     end: Any = None  # the state after the first epoch
 
     def epochs(self) -> Iterator[None]:
-        """Yield once per epoch to iterate; save the state after the first epoch."""
+        """Yield once per epoch; save states before and after the first epoch."""
         for _ in range(self.count):
             self.batches.append([])
             self._save("resumed before iter()")
@@ -177,7 +177,7 @@ class _Resume:
     def check(
         self, make: MakeLoader, half: int = -1
     ) -> "Generator[_Life, None, _Life]":
-        """Yield a loader to iterate, check its batches, and return its results."""
+        """Yield a ``_Life`` to iterate, check its batches, and return it."""
         torch.manual_seed(_ANEW + self.place)
         loader = make()
         loader.load_state_dict(self.state)
@@ -204,7 +204,7 @@ def _law(
     limit: int | None,
     resumes: list[_Resume],
 ) -> "Iterator[_Life]":
-    """Yield the loaders to iterate, check their results, and fill ``resumes``."""
+    """Yield each ``_Life`` to iterate, check its batches, and fill ``resumes``."""
     torch.manual_seed(_FIRST)
     number = _EPOCHS if limit is None else 1
     first = _Life(make(), number, limit, None if stops is None else frozenset(stops))

@@ -30,8 +30,8 @@ class Resources:
 
     Attributes:
         threads: Threads that are alive.
-        descriptors: Open file descriptors and what they point to.
-        children: Process identifiers of all descendants of the process.
+        descriptors: Open file descriptors, except to shared servers, and their targets.
+        children: Identifiers of all descendant processes except shared servers.
     """
 
     threads: frozenset[threading.Thread]
@@ -51,7 +51,7 @@ class Resources:
         """Fail if the process holds more than at the time of this snapshot.
 
         Raises:
-            AssertionError: If it does; the message lists the leaks.
+            AssertionError: If it still does after 20 s; the message lists the leaks.
         """
         for _ in range(_COLLECTIONS):
             gc.collect()
@@ -76,10 +76,10 @@ class Resources:
 
 @contextlib.contextmanager
 def no_leaks() -> Iterator[None]:
-    """Fail if the ``with`` block leaks tasks or anything listed in ``Resources``.
+    """Fail if the ``with`` block leaks tasks or any of the ``Resources``.
 
     Raises:
-        AssertionError: If it does; the message lists the leaks.
+        AssertionError: If anything leaks; the message lists the leaks.
     """
     before, tasks = Resources.now(), _tasks()
     yield

@@ -1,8 +1,8 @@
 """Assign the batches of one pool to its worker processes.
 
-A ticket is one request. It waits here until its queue has room, then in the queue until
-a worker takes it; it is removed when its result arrives. All code is synchronous and
-runs under the pool's lock. The dispatcher owns the descriptors of queues and arenas.
+A ticket represents one request. The request waits here until its queue has room, then
+in the queue until a worker takes it. The ticket is removed when the result arrives. All
+code is synchronous and runs under the pool's lock.
 """
 
 import abc
@@ -46,7 +46,7 @@ _MAX_HELD = 4
 
 
 class Queue(abc.ABC):
-    """A queue of requests, for any free worker or for one certain worker."""
+    """A queue of requests, for any free worker or for one particular worker."""
 
     waiting: deque[Request]  # requests for which there was no room
 
@@ -58,7 +58,7 @@ class Queue(abc.ABC):
         """Close the queue, so that workers see the end of requests."""
 
     def taken(self) -> set[int]:
-        """Return the tickets that live workers have certainly taken."""
+        """Return the tickets of requests that live workers are known to hold."""
         return set()
 
     def take_back(self) -> Iterator[bytes | memoryview]:
@@ -172,7 +172,7 @@ class Dispatcher:
             self.workers.append(worker)
 
     def submit(self, pipeline: Pipeline, task: BatchTask) -> None:
-        """Send a request for ``task``, or deliver its result if its stream is over."""
+        """Send or queue a request, or deliver the result if the stream has ended."""
         worker = self.workers[task.number % len(self.workers)]
         number, indices, resume = task.number, task.indices, None
         if self.replicas is not None:
@@ -296,10 +296,10 @@ class Dispatcher:
         return result
 
     def renew(self, dead: Worker, taken: Iterable[int]) -> None:
-        """Prepare a dead worker for a new process; ``taken`` are the tickets it held.
+        """Prepare a dead worker for a new process; ``taken`` lists the tickets it held.
 
-        The process gets the last state of the worker's copy of the dataset. Slots of
-        samples that only the dead process would have read are freed.
+        The process gets the last state of the worker's copy of the dataset. Slots with
+        samples for the dead process are freed.
         """
         dead.arena.close()
         dead.arena = self._make_arena()
@@ -315,7 +315,7 @@ class Dispatcher:
                 self._free_unread(slot)
 
     def take_back(self, queue: Queue) -> None:
-        """Remove all requests from a queue, sent or waiting; keep their tickets."""
+        """Remove a queue's requests that no worker has taken; keep their tickets."""
         for frame in queue.take_back():
             slot = slot_of(frame, 0) if self.samples is not None else None
             if slot in self._readers:

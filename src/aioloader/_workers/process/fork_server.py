@@ -1,9 +1,9 @@
 """The fork server: a clean process that has imported torch and forks on request.
 
 Some loaders must not fork the user's process: event loops and their clients do not
-survive a fork. The fork server forks a supervisor for each of these loaders, which keep
-it between epochs (``ServedLauncher``). One fork server serves all loaders of a process.
-It has one thread, runs no user code, and ends with the process, when its socket closes.
+survive a fork. The fork server forks supervisors for these loaders, and a loader keeps
+its supervisors between epochs (``ServedLauncher``). A process has one fork server for
+all loaders. The server runs no user code, and ends when the process closes its socket.
 """
 
 import contextlib
@@ -60,7 +60,7 @@ class ForkServer:
         """Wait until the server is ready; return the names of its additional threads.
 
         If there are any, the server must not fork. The message with the names stays in
-        the socket for later callers. ``WorkerStartError`` is raised if none arrives.
+        the socket for later callers; if it does not arrive, raise ``WorkerStartError``.
         """
         connection.wait([self.channel], _START_SECONDS)
         try:
@@ -94,7 +94,7 @@ _latest: ForkServer | None = None
 
 
 def fork_server_in_use() -> ForkServer | None:
-    """Return this process's fork server, or None if it has started none."""
+    """Return the fork server that was last started; None if none was started."""
     return _latest
 
 

@@ -75,7 +75,7 @@ class Launcher:
     def notes(self, timeout: float = 0.0) -> Iterator[SupervisorReport]:
         """Yield the reports that arrive within ``timeout`` seconds.
 
-        A dead supervisor is reported as "orphaned". Reports of its successor follow.
+        If the supervisor dies early, yield "orphaned", then its successor's reports.
         """
         until = time.monotonic() + timeout
         while (control := self.control) is not None:

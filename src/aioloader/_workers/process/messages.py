@@ -61,7 +61,7 @@ _MAX_HEADS = 256
 
 
 class Request(NamedTuple):
-    """A request for one batch."""
+    """A request to make one batch, or to forget an iteration."""
 
     ticket: int  # number of the request; -1: the worker must forget ``iteration``
     iteration: int  # identifies the request's iteration
@@ -78,7 +78,7 @@ class Request(NamedTuple):
 
 
 class Packer(threading.local):
-    """A packer, which puts batches into frames and lends memory to create them in.
+    """A packer, which puts batches into frames and lends memory for creating them.
 
     Each thread packs one batch at a time. Batches of up to ``inline_bytes`` are sent
     inside the frame.
@@ -176,7 +176,7 @@ class Packer(threading.local):
         return _heads(ref, used, header, places)
 
     def _place(self, raws: list[memoryview], addresses: list[int]) -> list[Extent]:
-        """Bring all buffers into one slot, a larger one if needed; return extents."""
+        """Put all buffers into one slot, larger if needed; return their extents."""
         if self._ref is not None:
             begin, size = _address(self._view), len(self._view)
             # The buffers of arrays, not only of tensors, may be in the slot.
@@ -221,8 +221,8 @@ def unpack(
 ) -> Any:
     """Return the batch that is packed in ``frame``, starting at byte ``offset``.
 
-    Its large parts are views of the slot or, with ``copy``, private copies. Inference
-    mode is off meanwhile: a batch may be used after the consumer has left the mode.
+    Large parts are views of the slot or, with ``copy``, private copies. Tensors are not
+    inference tensors, because a batch may be used outside of ``torch.inference_mode``.
     """
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(mode=False):

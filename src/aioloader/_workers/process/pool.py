@@ -146,7 +146,7 @@ class WorkerPool(LastingPool):
         return is_gone
 
     def explain(self, task: BatchTask) -> str:
-        """Return text that names the workers with ``task``, with times and stacks."""
+        """Return text on the workers that hold ``task``: stages, times and stacks."""
         holders = self._holders(task)
         if not holders:
             return "waits for a worker process that is free"
@@ -248,7 +248,7 @@ class ProcessPool(WorkerPool):
         return []
 
     def collect(self) -> None:
-        """Deliver the results that have arrived and handle deaths; never block."""
+        """Deliver arrived results, handle deaths and send waiting requests."""
         with self._lock:
             if self._is_over:
                 return

@@ -99,7 +99,7 @@ class ProcessLink:
         self._sender.post(job)
 
     def send(self, frame: bytes | None, segments: int = 0) -> None:
-        """Send a request with memory for its batch; ``frame`` None asks for stacks."""
+        """Send a request with memory for its batch; without a frame, ask for stacks."""
         lent = None if frame is None else self.arena.lend(segments)
         number, size, handle = lent or (-1, 0, None)
         head = LENT.pack(frame is not None, number, size, handle is not None)
@@ -333,7 +333,7 @@ def _warn_of_start(why: str) -> None:
 def start_unforked(
     spec: WorkerSpec, method: str, supervisors: IdleSupervisors, locker: Locker | None
 ) -> WorkerPool:
-    """Start workers from the fork server if asked and possible, or as new Pythons."""
+    """Let the fork server fork workers if asked and possible, or start new Pythons."""
     lack = lack_of_linux()
     if method == "forkserver":
         from aioloader._workers.process.fork_server import warm_fork_server

@@ -1,8 +1,8 @@
 """The worker's side of ``portable``: a new interpreter that serves two pipes.
 
-A thread receives requests as they arrive, so that the loader can always send. When it
-sees that the loader has ended, this process ends, and so do the processes that it has
-started.
+A thread receives requests as they arrive, so that the loader can always send. When the
+thread sees that the loader has ended, it ends this process and the processes that this
+process has started.
 """
 
 import contextlib
@@ -49,7 +49,7 @@ class PipeEndpoint(worker_main.Endpoint):
         self._is_gone = threading.Event()
 
     def listen(self, stacks: int) -> None:
-        """Receive requests until the loader is gone; runs in a separate thread."""
+        """Receive requests in a thread until the loader ends; then end this process."""
         if sys.platform != "win32" and worker_main.STACK_SIGNAL:  # for the main thread
             signal.pthread_sigmask(signal.SIG_BLOCK, {worker_main.STACK_SIGNAL})
         with contextlib.suppress(EOFError, OSError):
@@ -98,7 +98,7 @@ class PipeEndpoint(worker_main.Endpoint):
 
 
 def end_all() -> None:
-    """End this process and all processes that it has started."""
+    """End this process and, except on Windows, the processes that it has started."""
     if hasattr(os, "killpg"):
         kill_group(os.getpid())
     os._exit(1)

@@ -124,8 +124,8 @@ def _end_streams(
 def await_orphan(pid: int | None) -> None:
     """Wait until the kernel has killed a worker whose supervisor has died.
 
-    That takes microseconds, but until then the worker may take a request. Processes
-    that the worker has started are killed, too.
+    That takes microseconds, but until then the worker may take a request. This also
+    kills the processes that the worker has started.
     """
     if pid is not None:
         with contextlib.suppress(ProcessLookupError):

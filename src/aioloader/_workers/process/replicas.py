@@ -54,7 +54,7 @@ class StreamReplicas:
         return BatchResult(is_empty=True, has_ended=True)
 
     def ask(self, pipeline: Pipeline, worker: int, number: int) -> Any:
-        """Record a request; return the state and seeds to open its stream, or None.
+        """Record a request; return ``resume_of`` the stream if it has not begun.
 
         ``number`` is the batch's position in the worker's stream. A stream's first
         request has the lowest number.
@@ -67,7 +67,7 @@ class StreamReplicas:
         return None if stream.has_begun else self.resume_of(pipeline, worker)
 
     def resume_of(self, pipeline: Pipeline, worker: int) -> Any:
-        """Return the state to resume a stream from, and its batches' seeds; or None."""
+        """Return the state to resume a stream from and its ``SampleKeys``, or None."""
         state = self._streams[pipeline][worker].state
         state = state or pipeline.start.states.get(worker)
         if state is None:
@@ -77,7 +77,7 @@ class StreamReplicas:
     def passed(
         self, pipeline: Pipeline, worker: int, result: BatchResult, number: int = 0
     ) -> BatchResult:
-        """Record a worker's result; return it as the consumer sees it.
+        """Record a worker's result; return the result as the consumer sees it.
 
         The end of one stream is an empty result. Once all streams have ended, the next
         request's result ends the iteration.
@@ -99,10 +99,10 @@ class StreamReplicas:
         *,
         can_continue: bool,
     ) -> list[Pipeline]:
-        """Continue a dead worker's streams; return the iterations that can continue.
+        """Rewind a dead worker's streams; return the iterations that can continue.
 
-        For that, the state after all arrived batches must be known. Other streams end
-        with ``error`` if the worker was reading them or ``held`` a request for them.
+        A stream continues if the state after all its arrived batches is known. Other
+        streams end with ``error`` if they had begun or ``held`` has their iteration.
         """
         continued = []
         for pipeline, streams in self._streams.items():
@@ -115,7 +115,7 @@ class StreamReplicas:
         return continued
 
     def _rewind(self, stream: _ReplicaStream) -> bool:
-        """Set a stream back to its last state; return False if it cannot be resumed."""
+        """Set a stream back to its last state; return whether the stream can resume."""
         if stream.read is None:
             return False
         position = stream.read.position()

@@ -1,10 +1,10 @@
 """The supervisor: a process that is the parent of a loader's workers.
 
 A supervisor forks workers with its copy of the dataset, reports their starts and deaths
-to the loader, and forks replacements. To end the workers it waits, then terminates,
-then kills them. There are two kinds. ``iter()`` forks one from the user's process, for
-one set of workers; it inherits the dataset. The fork server forks the other kind, which
-serves a loader for many epochs and unpickles the dataset for each set of workers.
+to the loader, and forks replacements. To end workers, it waits for them, then sends
+SIGTERM, then SIGKILL. A supervisor that ``iter()`` forks from the user's process
+inherits the dataset and serves one set of workers. A supervisor that the fork server
+forks serves a loader for many epochs and unpickles the dataset for each set of workers.
 """
 
 import contextlib
@@ -51,7 +51,7 @@ _OWN_SIGNALS = {
 
 
 class SupervisorReport(NamedTuple):
-    """A report from a supervisor to the loader."""
+    """A report to the loader about a supervisor or one of its workers."""
 
     # From the supervisor: "alive" (it runs), "up" (it can fork; ``number``: its pid),
     # "born" (a worker; its pid), "died" (a worker; its exit status), "ended" (all
@@ -134,8 +134,8 @@ class Supervisor:
     ) -> bool:
         """Apply settings and load the spec; return whether workers can be forked.
 
-        If workers cannot be forked, this process ends: such workers would take requests
-        and lose them.
+        If threads or an error prevent that, this process ends: workers that are forked
+        despite threads may take requests and lose them.
         """
         self._file, *self.ends = descriptors
         self._surroundings = surroundings
@@ -261,10 +261,10 @@ def be_forked(
 
 
 def _try_locks() -> None:
-    """Take every lock that workers need; hang if another thread held one at the fork.
+    """Take every lock that workers need; hang if a thread held a lock at the fork.
 
-    The loader then forks again. Each output stream has its own lock. numpy's lock is
-    part of its bit generator, so a new generator has a free one; workers seed it.
+    After a hang the loader forks again. Each output stream has its own lock. numpy's
+    lock is part of the bit generator, so a new bit generator's lock is free.
     """
     if "numpy.random" in sys.modules:
         np.random.set_bit_generator(np.random.MT19937())  # type: ignore[attr-defined]
@@ -291,7 +291,7 @@ def _parent_by(pid: int, watched: int) -> Any:
 def _ignored_signals() -> dict[int, Any]:
     """Ignore signals that the user handles; return the handlers for the workers.
 
-    The user's handlers must not run here. The supervisor's own handlers are installed.
+    The user's handlers must not run here. This also installs the supervisor's handlers.
     """
     handlers: dict[int, Any] = {}
     for number in signal.valid_signals() - _OWN_SIGNALS:
@@ -312,7 +312,7 @@ def kill_group(pid: int) -> None:
 
 
 def names_of_threads() -> str:
-    """Return the names of this process's threads, without the main one, as text."""
+    """Return the names of this process's threads, except the main thread's, as text."""
     tasks = [*Path("/proc/self/task").glob("*/comm")]
     if len(tasks) < 2:
         return ""

@@ -95,7 +95,7 @@ class Endpoint(abc.ABC):
         self._is_restored = not self.maker.keeps_state
 
     def give_up(self, error: BaseException) -> NoReturn:
-        """End this worker, and make the loader end all iterations with ``error``."""
+        """End this worker; unless ``error`` is an exit, make the loader raise it."""
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
             _end_process(error)
         with contextlib.suppress(OSError):  # the loader is gone
@@ -104,7 +104,7 @@ class Endpoint(abc.ABC):
         raise SystemExit(1)
 
     def leave(self, leave: Callable[[], object]) -> None:
-        """Call ``leave``; send its error, or print it if the loader is gone."""
+        """Call ``leave``; send its error, or print the error if the loader is gone."""
         try:
             leave()
         except BaseException as error:  # of the user's code
@@ -146,7 +146,7 @@ class Endpoint(abc.ABC):
         return task
 
     def _restore(self, resume: Any) -> None:
-        """Load the state of this worker's copy of a stateful dataset. Called once."""
+        """Load the saved state, if any, into this worker's copy of the dataset."""
         self._is_restored, saved = True, self.spec.datasets
         if resume is not None:  # after a death
             self.maker.dataset.load_state_dict(*map(usable, resume))
@@ -224,9 +224,9 @@ class KernelEndpoint(Endpoint):
 
 
 def _end_process(error: BaseException) -> NoReturn:
-    """End the process, as an uncaught ``error`` in the main thread would.
+    """End the process with the exit status in ``error``, or with 1 if there is none.
 
-    A worker of torch ends in the same way. The loader handles the worker's death.
+    Such errors also end torch's workers. The loader handles the worker's death.
     """
     code = error.code if isinstance(error, SystemExit) else 1
     sys.stdout.flush()
@@ -268,7 +268,7 @@ def tune(worker: int, stacks: int) -> None:
 
 
 def write_last_error(stacks: int, *_: object) -> None:
-    """Signal handler: write the last error of the reads that are being retried."""
+    """Write the last error of the reads that are being retried to ``stacks``."""
     with contextlib.suppress(OSError):
         os.write(stacks, last_error().encode())
 
@@ -276,7 +276,7 @@ def write_last_error(stacks: int, *_: object) -> None:
 def die_with(parent: int | None) -> None:
     """Make the kernel kill this process when ``parent`` ends; None undoes this.
 
-    The kernel watches the parent's *thread*, so the parent must have only one.
+    The kernel watches the parent's *thread*, so the parent must have only one thread.
     """
     number = signal.SIGKILL if parent is not None else 0
     with contextlib.suppress(AttributeError, OSError):
@@ -288,7 +288,7 @@ def die_with(parent: int | None) -> None:
 def run(endpoint: Endpoint, load: Callable[[], WorkerSpec]) -> None:
     """Load the spec, then serve requests until the loader is gone.
 
-    An error before the first batch ends all iterations; the loader raises it.
+    An error outside of batches ends all iterations; the loader raises it.
     """
     try:
         spec = load()
@@ -351,7 +351,7 @@ _OVER = -1
 
 
 class _Server:
-    """An async worker's server, which passes requests to a pipeline in this process.
+    """An async worker's server, which passes requests to pipelines in this process.
 
     The main thread takes at most ``window`` requests at a time, so that free workers
     can take the others.

@@ -1,9 +1,9 @@
 """A Ray actor: one worker, which runs a pipeline as the loader does.
 
 A call of ``make`` blocks its thread until the batch is made, so Ray queues further
-calls and can cancel them. Other methods run in another thread. Ray restarts an actor
-that has died, without its state. This module does not import Ray; Ray imports the
-module on any machine of the cluster.
+calls and can cancel them. ``where`` and ``leave`` run in another thread. Ray restarts
+an actor that has died, without its state. This module does not import Ray; Ray imports
+the module on any machine of the cluster.
 """
 
 import asyncio
@@ -113,7 +113,7 @@ class RayActor:
         return Pipeline(maker, runner, sink=self._deliver)
 
     def _deliver(self, task: BatchTask, result: BatchResult) -> None:
-        """Pass a result to the ``make`` call that waits for it, in another thread."""
+        """Pass a result to the waiting ``make`` call; on an exit, end this process."""
         if isinstance(result.error, (KeyboardInterrupt, SystemExit)):
             os._exit(1)  # such an error ends the worker, as in a worker process
         self._made.pop(id(task)).set_result(result)

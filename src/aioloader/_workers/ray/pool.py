@@ -1,7 +1,7 @@
 """The loader's side of its Ray actors: requests, answers and retries.
 
-Ray places the actors, and restarts one that dies, alone or with its node. A batch whose
-actor has died waits for an actor without batches, and fails if that actor dies, too.
+Ray places the actors, and restarts actors that die, alone or with their node. A batch
+whose actor has died waits for an idle actor, and fails if that actor also dies.
 The pool's state changes in one thread. Consumers post requests to this thread, Ray's
 callbacks post answers, and ``end`` posts the end: there are no locks and no polling. A
 batch is copied once, from Ray's read-only store.
@@ -45,7 +45,7 @@ Done = Future[Any]
 
 @dataclass(eq=False, slots=True)
 class _ActorSlot:
-    """A worker of the pool; Ray may have restarted its actor since its last answer."""
+    """One worker of the pool, with its actor, which Ray may restart at any time."""
 
     number: int
     actor: Any
@@ -150,7 +150,7 @@ class RayPool(LastingPool):
         return is_gone
 
     def _find(self, task: BatchTask) -> _ActorTask | None:
-        """Return the ticket of ``task`` if a worker has it, else None."""
+        """Return the ``_ActorTask`` of ``task`` if an actor holds it, else None."""
         tickets = (ticket for seat in self._seats for ticket in seat.tickets[:])
         return next((ticket for ticket in tickets if ticket.task is task), None)
 
@@ -218,7 +218,7 @@ class RayPool(LastingPool):
             pipeline.fail(error)
 
     def _when(self, reference: Any, then: Callable[[Done], None]) -> None:
-        """Call ``then`` in our thread when Ray answers, unless the pool has ended."""
+        """Call ``then`` in the pool's thread when Ray answers, if the pool is open."""
 
         def call(done: Done) -> None:
             if not self._is_over:
@@ -238,7 +238,7 @@ class RayPool(LastingPool):
         self._dispatch()
 
     def _dispatch(self) -> None:
-        """Send waiting requests to actors that have room, oldest first."""
+        """Recall batches for idle actors; send waiting requests, oldest first."""
         if self._is_over:
             return
         free = [*filter(self._has_room, self._seats)]
@@ -311,7 +311,7 @@ class RayPool(LastingPool):
     def _lose(
         self, seat: _ActorSlot, ticket: _ActorTask, error: BaseException | None
     ) -> None:
-        """Retry or fail a batch whose actor has died, or restarted (``error`` None)."""
+        """Retry or fail a batch whose actor died, or restarted if ``error`` is None."""
         if not self._ray.is_initialized():  # Ray would start a new cluster
             self._fail(
                 error or LoaderClosedError("the Ray workers have ended; iterate again")
@@ -360,7 +360,7 @@ def _aside(method: Any) -> Any:
 def _died_with(
     ticket: _ActorTask, seat: _ActorSlot, error: BaseException
 ) -> WorkerDiedError:
-    """Return the error for a batch with which a second actor has died."""
+    """Return the error for a batch that was in hand when a second actor died."""
     task, begun = ticket.task, ticket.begun
     assert begun is not None
     who = f"(pid(s) {begun.pid} on {begun.host})"

@@ -25,17 +25,16 @@ class RayWorkers:
 
     Like worker processes, actors read, transform and collate, with the same samples,
     order, random numbers and errors. An actor that dies, alone or with its node, is
-    replaced and its batches are made again; ``on_timeout="restart"`` ends a stuck one.
+    replaced and its batches are made again; ``on_timeout="restart"`` ends stuck actors.
     An iterable dataset is read once, by the loader. (With ``rng="worker"`` random
     numbers depend on which actor makes a batch, as with processes.)
 
     The dataset and the functions are put into Ray's store once. Each node has one
     read-only copy of big arrays. (A tensor cannot be read-only: never write to one in
     place.) Batches return through the store and are copied once, into the loader's
-    memory. An actor takes a second or two to start, because it imports torch;
-    ``persistent_workers=True`` keeps actors between epochs. Ray runs actors at nice 15,
-    so on a node that is busy with other work they wait, unless the cluster was started
-    with ``RAY_worker_niceness=0`` in the environment.
+    memory. An actor needs a second or two to import torch; ``persistent_workers=True``
+    keeps actors between epochs. Ray runs actors at nice 15, so they wait on a node that
+    is busy, unless ``RAY_worker_niceness=0`` was set when the cluster was started.
 
     Modules that workers import, such as aioloader, must be installed on all nodes.
     Functions and classes that a script or a notebook defines are sent to the actors.
@@ -45,14 +44,15 @@ class RayWorkers:
         resources: What each actor needs, by the names of ``ray.cluster_resources()``,
             such as ``{"CPU": 2, "loader": 1}``; one CPU by default.
         address: The cluster (``"auto"``, ``"host:port"``). ``None``: the cluster that
-            this process is connected to, or else the one in ``RAY_ADDRESS``. If there
-            is none, one is started here with room for these workers, and shut down with
-            the last ``RayWorkers`` of this process. Other clusters are left running.
+            this process is connected to, or else the one in ``RAY_ADDRESS``. Without
+            either, a cluster is started here with room for these workers, and shut down
+            with the last ``RayWorkers`` of this process. Other clusters keep running.
 
     Raises:
         ImportError: If Ray is not installed.
         TypeError: If an argument is of the wrong type.
-        ValueError: If a number is out of range, or the address is for Ray Client.
+        ValueError: If a number is out of range or an address is for Ray Client; at the
+            first iteration, if this process is connected to another cluster.
         ConnectionError: At the first iteration, if there is no cluster at the address.
     """
 
@@ -104,13 +104,13 @@ class RayWorkers:
         return {**known, "resources": own, "scheduling_strategy": "SPREAD"}
 
     def connect(self) -> tuple[Any, object]:
-        """Return the connected module ``ray``, and an object that keeps it connected.
+        """Return the connected module ``ray``, and a token that keeps it connected.
 
-        Connecting may take seconds.
+        Connecting may take seconds. The token is None if user code has connected Ray.
 
         Raises:
             ConnectionError: If there is no cluster at the address.
-            ValueError: If this process is connected to another cluster.
+            ValueError: If the address is for Ray Client or another cluster is in use.
         """
         global _ours  # noqa: PLW0603  (so is Ray's own state)
         ray = import_ray()
@@ -133,7 +133,7 @@ class RayWorkers:
         return ray, self._connection
 
     def _start(self, ray: Any) -> None:
-        """Connect to the cluster that is named, or start one here if none is named."""
+        """Connect to the given cluster; without an address, start a cluster here."""
         options: dict[str, Any] = {}
         address = self.address or os.environ.get("RAY_ADDRESS")
         _check_client("RAY_ADDRESS", address)
@@ -147,7 +147,7 @@ class RayWorkers:
         ray.init(address=address, logging_level="warning", **options)
 
     def _warn_of_no_room(self, ray: Any) -> None:
-        """Warn if the cluster that this process started has too few free CPUs."""
+        """Warn if the connected cluster has too few free CPUs for these workers."""
         free = ray.available_resources().get("CPU", 0)
         needed = self.num_workers * self.resources["CPU"]
         if free < needed:
@@ -159,7 +159,7 @@ class RayWorkers:
 
 
 class _RayConnection:
-    """A token for this process's connection; Ray shuts down when it is collected."""
+    """A token for the connection to Ray, which ends when the token is collected."""
 
     __slots__ = ("__weakref__",)
 
@@ -180,7 +180,7 @@ def _check_client(name: str, address: str | None) -> None:
 
 
 def _probe(address: str) -> None:
-    """Raise unless a server listens at ``address``: Ray would try for minutes."""
+    """Raise ``ConnectionError`` if no server is at ``host:port``; Ray tries longer."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():  # "auto", "local", what only Ray knows
         return
@@ -198,7 +198,7 @@ def _session(ray: Any) -> str:
 
 
 def _disconnect(ray: Any, session: str) -> None:
-    """End a connection, in a new thread because finalizers may run in any thread."""
+    """Disconnect Ray in a new thread, because finalizers may run in any thread."""
 
     def end() -> None:
         with _LOCK:

@@ -1,9 +1,9 @@
 """CSV files, whose shards are ranges of lines that pyarrow parses in blocks.
 
-Unless given, names come from the first line, and types from the first lines, unified
-over all files. A plain file is cut into ranges. A compressed file, or one with newlines
-in values, is a single shard. A resumed iteration parses from the block with the next
-row, or a compressed file from its beginning. Unreadable lines become failed samples.
+Unless the caller gives them, column names come from the first line, and types from the
+first lines of all files. A plain file is cut into ranges. A compressed file is a single
+shard, and so is any file with ``newlines_in_values``. An iteration resumes at a block,
+or at the beginning of a compressed file. Unreadable lines become failed samples.
 """
 
 import contextlib
@@ -111,7 +111,7 @@ class Dialect:
         *,
         skip_wrong: bool = False,
     ) -> pa.Table:
-        """Parse whole lines; ``skip_wrong``: skip lines with a wrong number of values.
+        """Parse whole lines; ``skip_wrong`` skips lines with a wrong number of values.
 
         Without ``names``, the first line contains the names. Without ``include``, all
         columns are returned. A column that is not in ``types`` has an inferred type.
@@ -158,7 +158,7 @@ class Dialect:
 
 
 class CSVFormat(TableFormat):
-    """A format for CSV files; a shard is (address, first byte, stop); 0 is the end."""
+    """A format for CSV files; a shard is (address, start, stop); stop 0 is the end."""
 
     def __init__(
         self,
@@ -184,7 +184,7 @@ class CSVFormat(TableFormat):
         return {**super().describe(), **self._dialect.describe(), **names}
 
     def summary(self, shards: Sequence[FilePart]) -> Summary:
-        """Add a digest of the cuts, because they depend on the files' lengths."""
+        """Return a summary with a digest of the cuts, which depend on file lengths."""
         cuts = "".join(f"{start}-{stop};" for _, start, stop in shards if start + stop)
         digest = {"cuts": f"{zlib.crc32(cuts.encode()):08x}"} if cuts else {}
         return {**super().summary(shards), **digest}
@@ -346,8 +346,8 @@ class Lines(NamedTuple):
     ) -> Iterator[tuple[int, bytes]]:
         """Yield blocks of the lines that start in a range, as (byte offset, lines).
 
-        ``read`` returns the next bytes from ``pos``. ``is_inside``: ``pos`` may be
-        within an earlier line. ``stop``: lines must start before it, unless it is 0.
+        ``read`` returns the bytes from ``pos`` on. If ``is_inside``, ``pos`` may be in
+        an earlier line, which is skipped. A ``stop`` of 0 is the end of the file.
         """
         data, is_last = b"", False
         while not is_last:
@@ -372,7 +372,7 @@ class Lines(NamedTuple):
                 self._check_end(b"", pos)
 
     def _check_end(self, line: bytes, pos: int) -> None:
-        """Raise if ``line``, the rest of a range or file, is not a whole line."""
+        """Raise if ``line`` ends within quotes, or is empty (the line is too long)."""
         if line and not self.dialect.is_open(line):
             return
         where = "within quotes" if line else f"after more than {_MAX_LINE:,} bytes"
@@ -422,7 +422,7 @@ class Lines(NamedTuple):
 
 
 def _is_integral(parse: Callable[..., pa.Table], table: pa.Table, name: str) -> bool:
-    """Return whether a column with inferred type float contains only integers."""
+    """Return whether a column inferred as float contains only integers and NULLs."""
     texts = parse(types={name: pa.string()}, include=[name])[name]
     digits = compute.match_substring_regex(texts, r"^\s*[-+]?\d+\s*$")
     return bool(compute.all(compute.or_(digits, table[name].is_null())).as_py())
@@ -453,7 +453,7 @@ def _read_from(
 
 
 def _unpacking(stream: pa.NativeFile, location: str) -> Callable[[int], bytes]:
-    """Return a function that reads unpacked bytes; damage raises after valid bytes."""
+    """Return a function that reads unpacked bytes, and raises after the valid bytes."""
     failure: Exception | None = None
 
     def read(size: int) -> bytes:
@@ -490,7 +490,7 @@ def _packing(location: str) -> str | None:
 def _unpacked(
     data: bytes, packing: str, location: str, *, is_all: bool
 ) -> tuple[bytes, bool]:
-    """Unpack the beginning of a file; return it, and whether it is the whole file."""
+    """Return a file's unpacked beginning, and whether no more can be unpacked."""
     head = b""
     try:
         with pa.CompressedInputStream(pa.BufferReader(data), packing) as stream:

@@ -1,9 +1,9 @@
 """Base classes for Parquet, Arrow and CSV files: listing, metadata and decoding.
 
 Shards are in the order of the files, whose metadata is read concurrently. A thread
-decodes record batches in steps: it decodes the next step while one is delivered and
-bytes for later ones are in flight. Batches are validated. A row with invalid text
-becomes a ``FailedSample``; any other damage ends the shard with an error.
+decodes record batches in steps: it decodes the next step while the current step is
+delivered and bytes for later steps are in flight. Batches are validated: a row with
+invalid text becomes a ``FailedSample``; other damage ends the shard with an error.
 """
 
 import asyncio
@@ -62,7 +62,7 @@ _CACHE_BYTES = 64 << 20
 
 
 class RestartPoint(NamedTuple):
-    """A byte offset where decoding can restart, and the number of rows before it."""
+    """A byte offset where decoding can restart, and the numbers of rows before it."""
 
     byte: int
     row: int = 0  # rows delivered, after filters
@@ -74,7 +74,7 @@ Item: TypeAlias = pa.RecordBatch | FailedSample | RestartPoint
 
 
 class Opened(NamedTuple):
-    """What ``TableReader`` needs to decode an opened shard."""
+    """An opened shard, with all that ``TableReader`` needs to decode it."""
 
     items: Callable[[], Iterator[Item]]  # decodes; runs in a thread
     # Converts a validated batch to the rows and columns to deliver.
@@ -113,7 +113,7 @@ class TableReader(BlockReader):
 
     ``open_shard``: opens the shard, given how many bytes it may request ahead.
     ``unit``: the shard's name within the file, for errors; empty for a whole file.
-    ``budget``: bytes for two decoded steps; the rest is for bytes not yet decoded.
+    ``budget``: bytes for two decoded steps and for data that is not yet decoded.
     """
 
     is_ahead = True
@@ -184,7 +184,7 @@ class TableReader(BlockReader):
     # -- in a thread ----------------------------------------------------------------
 
     def step(self, nbytes: int) -> tuple[PositionedBlocks, int]:
-        """Decode about ``nbytes``; return the blocks, and the rest of ``nbytes``."""
+        """Decode about ``nbytes``; return blocks, and what is left of ``nbytes``."""
         opened, blocks = self._opened, PositionedBlocks()
         failure: Exception | None = None
         assert opened is not None
@@ -233,7 +233,7 @@ class TableReader(BlockReader):
     def _block_of(
         self, item: pa.RecordBatch | FailedSample, read: int, opened: Opened
     ) -> tuple[Block, int, int]:
-        """Return an item's block, the block's bytes, and the number of decoded rows."""
+        """Return an item's block, size in bytes (0 if unknown), and number of rows."""
         if isinstance(item, FailedSample):
             return [item], 0, 1
         try:
@@ -306,7 +306,7 @@ def begin_together(readers: Sequence[TableReader], nbytes: int) -> None:
 async def _advance(
     readers: Sequence[TableReader], nbytes: int
 ) -> dict[TableReader, PositionedBlocks]:
-    """Open and decode the next step of one shard, or of several small ones."""
+    """Open the readers' shards, and decode a step of each, ``nbytes`` in total."""
     opened: list[TableReader] = []
     for reader in readers:
         try:
@@ -322,7 +322,7 @@ async def _advance(
 def _step_all(
     readers: Sequence[TableReader], nbytes: int
 ) -> dict[TableReader, PositionedBlocks]:
-    """Decode a step of each reader; steps after ``nbytes`` in total are empty."""
+    """Decode a step of each reader; after ``nbytes`` in total, steps are empty."""
     steps: dict[TableReader, PositionedBlocks] = {}
     for reader in readers:
         steps[reader], nbytes = reader.step(nbytes)
@@ -330,7 +330,7 @@ def _step_all(
 
 
 class FileMetadata(NamedTuple):
-    """A file's schema, version and shards; the format caches it between listings."""
+    """A file's schema, version and shards, which ``TableFormat`` caches."""
 
     address: str
     location: str  # the address without secrets
@@ -344,7 +344,7 @@ class FileMetadata(NamedTuple):
 
 
 class DecodePlan(NamedTuple):
-    """How to decode a shard from its open file; decoding runs in a thread."""
+    """A plan to decode a shard from its open file, in a thread."""
 
     items: Callable[[pa.NativeFile], Iterator[Item]]
     spans: Sequence[ByteSpan]  # requested if the file is remote
@@ -355,7 +355,7 @@ class DecodePlan(NamedTuple):
 
 
 class TableFormat(ShardFormat[FilePart]):
-    """Base class for tables in files; subclasses read metadata and plan decoding."""
+    """Base class of table formats; subclasses read metadata and plan decoding."""
 
     def __init__(self, addresses: Any, storage: Storage, **projection: Any) -> None:
         self._addresses = addresses
@@ -391,7 +391,7 @@ class TableFormat(ShardFormat[FilePart]):
         return shards
 
     async def _are_unchanged(self, addresses: Sequence[str]) -> bool:
-        """Return whether the latest listing had these files, and none has changed."""
+        """Return whether the previous listing had the same files and versions."""
         if [*addresses] != self._listed:
             return False
         versions = await each(self.storage.version, [*self._versions])
@@ -403,7 +403,7 @@ class TableFormat(ShardFormat[FilePart]):
     def _start_table(
         self, first: FileMetadata, rest: Sequence[str]
     ) -> tuple[Projection, Sequence[str]]:
-        """Start a projection; return it, and the files in ``rest`` that may match."""
+        """Return a started projection, and the files in ``rest`` that may match."""
         schema = self._columns(first.schema, first.address)
         projection = copy.copy(self._projection)
         projection.start(schema, first.location)
@@ -416,7 +416,7 @@ class TableFormat(ShardFormat[FilePart]):
     def _unify(
         self, metas: Sequence[FileMetadata], projection: Projection
     ) -> list[FilePart]:
-        """Unify the files' columns, and return all shards. Runs in a thread."""
+        """Unify the files' columns, and return the shards to read. Runs in a thread."""
         for meta in metas:
             projection.add(self._columns(meta.schema, meta.address), meta.location)
         projection.settle()
@@ -462,7 +462,7 @@ class TableFormat(ShardFormat[FilePart]):
         return pieces
 
     def _cut(self, shard: FilePart, count: int) -> list[FilePart]:
-        """Cut a shard into ``count`` parts; a reader decodes earlier rows too."""
+        """Cut a shard into ``count`` parts; a reader decodes from the shard's start."""
         return [(*shard, number, count) for number in range(count)]
 
     async def _metadata_of(self, address: str) -> FileMetadata:
@@ -493,7 +493,7 @@ class TableFormat(ShardFormat[FilePart]):
         return tail[len(tail) - length :], version
 
     def _shared(self, schema: pa.Schema) -> pa.Schema:
-        """Return an equal recent schema, so that many files share one in memory."""
+        """Return a recent equal schema, or else ``schema``, so that files share it."""
         shared = next((old for old in self._schemas if old.equals(schema)), schema)
         if shared is schema:
             self._schemas.append(schema)
@@ -531,12 +531,12 @@ class TableFormat(ShardFormat[FilePart]):
         position: ShardPosition,
         window: int,
     ) -> DecodePlan:
-        """Plan how to decode a file's part; ``window``: bytes to request ahead."""
+        """Return a plan to decode a file's part, requesting ``window`` bytes ahead."""
 
     async def opened(
         self, address: str
     ) -> tuple[FileMetadata, Projection, Callable[[pa.RecordBatch], pa.RecordBatch]]:
-        """Return a file's metadata, the projection, and a function that applies it."""
+        """Return a file's metadata, the projection, and a function to apply it."""
         meta = await self._metadata_of(address)
         columns = self._columns(meta.schema, address)
         # The next listing replaces this projection.

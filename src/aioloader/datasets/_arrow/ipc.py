@@ -1,8 +1,8 @@
-"""Arrow IPC files, in shards of a few record batches, and streams, one shard each.
+"""Arrow IPC files, read in shards of a few record batches, and streams, each a shard.
 
-Rows come in the order of files, batches and rows. Only a shard's batches are requested
-from a remote file. Batches are decoded one at a time, so memory must hold a whole
-batch. Arrow has no checksums, so only damage to the structure is detected.
+Rows come in the order of files, batches and rows. From a remote file, a shard requests
+only its batches and the dictionaries. Batches are decoded one at a time, so each must
+fit into memory. Arrow has no checksums, so only damage to the structure is detected.
 """
 
 import struct
@@ -42,8 +42,8 @@ _SHARD_BYTES = 4 << 20
 class ArrowFormat(TableFormat):
     """A format for Arrow IPC files (Feather) and streams.
 
-    A shard is (address, first batch, stop); a stream has (0, 0). For a part of a single
-    batch, the part's number and the number of parts follow.
+    A shard is (address, first batch, stop); in a stream's shard, both numbers are 0. A
+    shard for a part of a batch adds the part's number and the number of parts.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class ArrowFormat(TableFormat):
     def _parse_footer(
         self, footer: bytes, version: Version, address: str, location: str
     ) -> FileMetadata:
-        """Parse a footer, in a thread because that takes long for wide tables."""
+        """Parse a footer; call this in a thread, because wide tables take long."""
         # To parse the metadata, pyarrow needs only the start and end of the file.
         ends = pa.BufferReader(_MAGIC + b"\0\0" + footer)
         try:
@@ -182,7 +182,7 @@ class ArrowFormat(TableFormat):
 
 
 def _footer_length(data: bytes, size: int, location: str) -> int:
-    """Return the length from the footer to the file's end; 0 if it may be a stream."""
+    """Return the length from the footer's start to the end; 0 if it may be a stream."""
     if not data.endswith(_MAGIC):
         return 0
     length = -1

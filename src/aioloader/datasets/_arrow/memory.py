@@ -1,8 +1,8 @@
 """Arrow data from Python: tables, ``pyarrow.dataset``, and streams such as Ray Data.
 
 Rows come in the source's order. A table is cut into ranges of rows, a dataset into
-fragments (Parquet: row groups). If there are fewer fragments than readers, these are
-cut further, and a reader also decodes the rows before its part. Positions count rows:
+fragments (Parquet: row groups). With fewer fragments than readers, fragments are cut
+further, and a reader also decodes the rows before its part. Positions count rows:
 resuming reads the range, fragment or whole stream again from its beginning.
 """
 
@@ -93,7 +93,7 @@ class MemoryFormat(ShardFormat[RowRange]):
 
 
 class FragmentFormat(ShardFormat):
-    """A format for pyarrow datasets, also Lance's; shards are (parts of) fragments."""
+    """A format for pyarrow and Lance datasets; a shard is a fragment or a part."""
 
     def __init__(self, dataset: "ds.Dataset", projection: Projection) -> None:
         self._dataset = dataset
@@ -182,10 +182,10 @@ def _name(fragment: "ds.Fragment") -> str:
 
 
 class ArrowStream(Stream[Row]):
-    """A stream of Arrow data; every epoch, each reader reads it from the beginning.
+    """A stream of Arrow data; in each epoch, all readers read from the beginning.
 
-    ``source``: the data, or a function that returns it. ``splits``: iterators of Ray
-    Data to read instead, each by the reader with the same number.
+    ``source``: the data, or a function that returns the data. ``splits``: iterators of
+    Ray Data to read instead of ``source``, one for each reader.
     """
 
     def __init__(

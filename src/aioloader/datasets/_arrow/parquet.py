@@ -65,7 +65,7 @@ class ParquetFormat(TableFormat):
     def open_together(
         self, shards: Sequence[FilePart], budget: int
     ) -> list[ShardReader]:
-        """Start readers of the leading small, local shards; none if fewer than two."""
+        """Start readers of two or more leading small local shards, or return []."""
         left = nbytes = min(_GROUPED_BYTES, budget // 4)
         readers: list[TableReader] = []
         for shard in shards:
@@ -80,7 +80,7 @@ class ParquetFormat(TableFormat):
         return [*readers]
 
     def _small_size(self, shard: FilePart) -> int | None:
-        """Estimate a shard's bytes to read; None if it needs its own thread call."""
+        """Estimate the bytes read for a shard; None if it needs its own thread call."""
         address, number, *more = shard
         meta = self._cache.get(address)
         if more or meta is None or self.storage.path(address) is None:
@@ -100,7 +100,7 @@ class ParquetFormat(TableFormat):
     def _parse_footer(
         self, footer: bytes, version: Version, address: str, location: str
     ) -> FileMetadata:
-        """Parse a footer, in a thread because that takes long for wide tables."""
+        """Parse a footer; call this in a thread, because wide tables take long."""
         try:
             metadata = pq.read_metadata(pa.BufferReader(_MAGIC + footer))
             schema = checked(metadata.schema.to_arrow_schema())
@@ -190,7 +190,7 @@ def _within(least: int, value: int, most: int) -> int:
 
 
 def _footer_length(tail: bytes, size: int, location: str) -> int:
-    """Return the length from the footer to the file's end; raise without a footer."""
+    """Return the length from the footer's start to the end; raise if it is missing."""
     end = tail[-_END_BYTES:]
     if end[4:] == b"PARE":
         text = f"{location!r} is an encrypted Parquet file: decrypt it first"
@@ -253,11 +253,11 @@ def _spans(
 def _why_unsound(
     meta: FileMetadata, number: int | None, names: list[str]
 ) -> Exception | None:
-    """Return the error in the columns of a row group, or of any if ``number`` is None.
+    """Return an error in a row group's columns; check all groups if ``number`` is None.
 
-    The check starts to read, and stops at the first read. A damaged footer fails before
-    that; inspecting the columns instead could end the process by a C++ exception.
-    ``read`` returns no bytes, because pyarrow would leak an exception from it.
+    The check lets pyarrow decode until its first read of the file, because a damaged
+    footer fails earlier. Inspecting the columns could end the process by a C++
+    exception. ``read`` returns no bytes: pyarrow would leak an exception raised by it.
     """
     reads: list[int] = []
 

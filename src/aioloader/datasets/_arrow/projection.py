@@ -1,9 +1,9 @@
-"""Which columns and rows of a table are read, and which values replace NULLs.
+"""Selection of a table's columns and rows, and of values that replace NULLs.
 
 The files of a listing form one table. They may differ in column order, in nullability,
 and in types if these have a common type; a value that a safe cast rejects is an error.
-Filters skip files by Hive-style names (``year=2024/``), and row groups by statistics.
-Then they test each row.
+Filters skip files by Hive-style names (``year=2024/``) and row groups by statistics,
+and then test each row.
 """
 
 import copy
@@ -77,7 +77,7 @@ class Partitions:
         return schema
 
     def guarantee(self, name: str, own: pa.Schema) -> pc.Expression | None:
-        """Return the condition that a name implies for columns that ``own`` lacks."""
+        """Return the condition that a file name implies for columns not in ``own``."""
         guarantee, values = None, self.of(name)
         for field in self._columns:
             if field.name not in values or field.name in own.names:
@@ -102,7 +102,7 @@ def _type_of(values: "set[Any]") -> pa.DataType:
 
 
 class Filters:
-    """The condition that selects rows: a pyarrow expression, or lists of tuples."""
+    """A condition that selects rows, made from an expression or lists of tuples."""
 
     def __init__(self, filters: Any) -> None:
         from pyarrow import parquet  # noqa: PLC0415  (slow to import)
@@ -155,7 +155,7 @@ class Filters:
     def files(
         self, schema: pa.Schema, guarantees: Sequence[pc.Expression | None]
     ) -> list[int]:
-        """Return the indices of files that may have matching rows, given guarantees."""
+        """Return the indices in ``guarantees`` of files that may have matching rows."""
         from pyarrow import dataset, fs  # noqa: PLC0415  (slow to import)
 
         parquet, local = dataset.ParquetFileFormat(), fs.LocalFileSystem()
@@ -169,10 +169,10 @@ class Filters:
     def row_groups(
         self, size: int, tail: bytes, schema: pa.Schema, guarantee: pc.Expression | None
     ) -> set[int] | None:
-        """Return a Parquet file's row groups that may match, by number; None means all.
+        """Return the numbers of a file's row groups that may match; None means all.
 
         ``size``: the file's length. ``tail``: its end, starting with the footer.
-        ``schema``: includes columns of the file's name. ``guarantee``: their values.
+        ``schema`` includes the file name's columns; ``guarantee``: see ``Partitions``.
         """
         from pyarrow import dataset  # noqa: PLC0415  (slow to import)
 
@@ -243,9 +243,9 @@ def _ordered(filters: Any) -> Any:
 class Projection:
     """The columns and rows to read, and the values that replace NULLs.
 
-    A listing calls ``start`` with the first file, ``add`` with each further one, then
-    ``settle``. A file that is opened later must still fit (``checked``). Errors name
-    files by their ``location``. See ``ParquetDataset`` for the arguments.
+    A listing calls ``start`` with the first file, ``add`` with each file, and finally
+    ``settle``. ``checked`` tests that a file opened later still fits. Errors name files
+    by their ``location``. See ``ParquetDataset`` for the arguments.
     """
 
     def __init__(
@@ -293,7 +293,7 @@ class Projection:
         }
 
     def start(self, first: pa.Schema, location: str) -> Self:
-        """Start a listing with its first file; with readers, call this on a copy."""
+        """Start a listing with its first file; start a copy if ``self`` is in use."""
         given = self.given
         names = list(self._columns or first.names)
         read = list(names)
@@ -316,7 +316,7 @@ class Projection:
         return self
 
     def add(self, schema: pa.Schema, location: str, *, is_late: bool = False) -> None:
-        """Unify a file's columns with the table; ``is_late``: types may not change."""
+        """Unify a file's columns with the table's; ``is_late`` forbids new types."""
         if any(schema is seen or schema.equals(seen) for seen in self._seen):
             return
         for name in self.names:
@@ -355,7 +355,7 @@ class Projection:
         self._types[name], self._schema = (common, location), None
 
     def settle(self) -> Self:
-        """Finish a listing; raise if the columns do not fit ``nulls`` or the filter."""
+        """Finish a listing; raise if ``nulls`` or ``filters`` do not fit columns."""
         for name, value in self._nulls.items():
             _fill(pa.nulls(1, self._types[name][0]), name, value, is_new=True)
         if self.filters is not None:
@@ -363,7 +363,7 @@ class Projection:
         return self
 
     def checked(self, schema: pa.Schema, location: str) -> Self:
-        """Check that a file fits; before any listing, return a copy started with it."""
+        """Return ``self`` if a file fits; before any listing, return a started copy."""
         if not self.names:
             return copy.copy(self).start(schema, location).settle()
         self.add(schema, location, is_late=True)
@@ -476,7 +476,7 @@ def promoted(left: pa.DataType, right: pa.DataType) -> pa.DataType | None:
 
 
 def _group(kind: pa.DataType) -> int:
-    """Return 0 for null, 1 binary, 2 decimal, 3 other types; the maximum if nested."""
+    """Return 0 for null, 1 for binary, 2 for decimal, else 3; the maximum if nested."""
     types = pa.types
     if types.is_null(kind):
         return 0
@@ -499,7 +499,7 @@ def _can_cast(kind: pa.DataType, target: pa.DataType) -> bool:
 
 
 def _is_unchecked(kind: pa.DataType, target: pa.DataType) -> bool:
-    """Return whether a cast that Arrow calls safe may change values, not just round."""
+    """Return whether a cast that Arrow calls safe may change values beyond rounding."""
     types = pa.types
     if types.is_struct(kind) and types.is_struct(target):
         names = {field.name for field in kind} & {field.name for field in target}

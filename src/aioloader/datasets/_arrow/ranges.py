@@ -1,9 +1,9 @@
 """A file object for pyarrow that gets its bytes by prefetched range requests.
 
-The plan lists the ranges in their order of use. The event loop requests ranges in
-advance, within a budget; pyarrow reads in a thread and waits there for missing bytes. A
-range is released once read. A read outside the plan sends a separate request, so the
-plan affects time and memory, not results.
+The plan lists the ranges in their order of use. Requests run on the event loop, ahead
+of their use and within a budget; pyarrow reads in a thread and waits there for missing
+bytes. A range is released once read. A read outside the plan sends a separate request,
+so the plan affects time and memory, not results.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ _MAX_GAP = 1 << 16
 
 @dataclass
 class FetchedRange:
-    """A planned byte range of a file; released when no byte of it is ``unread``."""
+    """A byte range of a file to request; released when no bytes are ``unread``."""
 
     start: int
     stop: int
@@ -42,9 +42,9 @@ def plan(
 ) -> list[FetchedRange]:
     """Return the requests for ``spans`` of a file, in the order of their use.
 
-    Cuts spans longer than ``max_bytes``, and joins neighbouring short ones. Unless
-    ``in_order``, spans are assumed to be read in parallel, like columns: requests are
-    sorted by their relative position within the span.
+    Spans longer than ``max_bytes`` are cut, and short neighbouring spans are joined.
+    Unless ``in_order``, spans are assumed to be read in parallel, like columns:
+    requests are sorted by their relative position within the span.
     """
     groups: list[FetchedRange] = []
     for start, stop in sorted(span for span in spans if span[0] < span[1]):
@@ -98,12 +98,12 @@ class FetchedRanges:
     """Prefetched ranges of one file, within ``budget`` bytes.
 
     ``begin`` and ``aclose`` run on the loop's thread. ``read`` runs in one decoding
-    thread, which starts after ``begin``; then only this thread sends requests. The
-    ranges of ``plan`` do not overlap; one range may exceed the budget. ``in_order``:
-    reads only move forward, so skipped ranges are released too.
+    thread, which starts after ``begin``; from then on, only this thread sends requests.
+    The ranges of ``plan`` do not overlap; a single range may exceed the budget. If
+    ``in_order``, reads only move forward, so skipped ranges are also released.
 
     Attributes:
-        tail: The end of the file if known; it is not requested again.
+        tail: The end of the file, if known; ``read`` serves it without a request.
         failure: The error of the first request that failed.
     """
 
@@ -225,7 +225,7 @@ class FetchedRanges:
         return body
 
     def _release(self, fetched: FetchedRange) -> None:
-        """Release a range's bytes, and prefetch more; later reads request again."""
+        """Release a range's bytes, and prefetch more; later reads request it again."""
         size = fetched.stop - fetched.start
         if fetched.body is not None:
             self._held -= size

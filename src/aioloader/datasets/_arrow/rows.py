@@ -3,7 +3,7 @@
 Slicing and joining do not copy: the results keep the original memory alive. ``pick``
 and ``collate`` copy. Columns without NULLs whose rows are numbers of one shape
 (scalars, fixed-size lists, tensors) are numpy views of Arrow's memory; booleans are
-unpacked. Times that Python's types lack (nanoseconds, the year 10000) are numpy's.
+unpacked. Times that Python lacks (nanoseconds, the year 10000) are numpy scalars.
 """
 
 import contextlib
@@ -51,10 +51,10 @@ class RowSlice(NamedTuple):
 class Rows(Sequence[dict[str, Any]]):
     """A sequence of rows, each a dict of column name to value.
 
-    A number or boolean becomes a numpy scalar of the column's width, a list of numbers
-    an array that owns its memory, and a struct a dict. Other values are ``str``,
-    ``bytes``, ``datetime`` objects, ``Decimal``, ``UUID``, lists, and None for NULL.
-    Times in nanoseconds, and 24:00, are numpy's, because Python has no type for them.
+    Numbers and booleans become numpy scalars of the column's width, lists of numbers
+    become arrays that own their memory, and structs become dicts. Other values are
+    ``str``, ``bytes``, ``datetime``, ``Decimal``, ``UUID``, lists, or None for NULL.
+    Times that Python lacks (nanoseconds, 24:00, the year 10000) are numpy scalars.
 
     Attributes:
         names: The names of the columns, in order.
@@ -159,7 +159,7 @@ class Rows(Sequence[dict[str, Any]]):
         return [value for cut in cuts for value in values_of(cut)]
 
     def pick(self, indices: "Sequence[int] | npt.NDArray[np.int64]") -> "Rows":
-        """Return a copy of the rows at ``indices``, in that order."""
+        """Return the rows at ``indices``, in that order, copied where Arrow can."""
         rows = np.asarray(indices, np.int64)
         if len(rows) and (rows.min() < 0 or rows.max() >= self._length):
             raise IndexError(f"indices must be in range({self._length})")
@@ -200,13 +200,13 @@ class Rows(Sequence[dict[str, Any]]):
 
         Numbers, and lists of numbers of equal length, become tensors of the column's
         width. Lists of different lengths become a list of tensors. Structs become dicts
-        of batches. Other values remain lists.
+        of batches. Other columns become lists of values.
 
         Returns:
-            Column name to batch, in memory that the caller owns.
+            A dict of column name to batch, in memory that the caller owns.
 
         Raises:
-            TypeError: If a column that becomes tensors has a NULL.
+            TypeError: If a struct, or a column that becomes tensors, has a NULL.
         """
         columns = zip(self.names, self.kinds, _columns_of(self.parts), strict=True)
         return {
@@ -225,7 +225,7 @@ class Rows(Sequence[dict[str, Any]]):
 
     @property
     def is_quick(self) -> bool:
-        """Whether all values are numbers, so few that ``collate`` takes 0.1 ms."""
+        """Whether all values are numbers, and few enough to collate in about 0.1 ms."""
         if len(self.names) * len(self.parts) > _QUICK_COLUMNS:
             return False
         nbytes = 0  # a plain loop, because this runs for each batch
@@ -318,7 +318,7 @@ def arrow_of(column: Column, kind: pa.DataType) -> pa.Array:
 
 
 def fixed_of(kind: pa.DataType) -> Dtype | None:
-    """Return the (subarray) dtype for rows of numbers; None for other types."""
+    """Return the dtype of numeric rows (shaped for lists); None for other types."""
     if types.is_dictionary(kind) or types.is_run_end_encoded(kind):
         return fixed_of(kind.value_type)
     if types.is_boolean(kind) or types.is_integer(kind) or types.is_floating(kind):
@@ -385,7 +385,7 @@ def _valid(array: pa.Array) -> Flags:
 
 
 def collate_columns(columns: Sequence[Column], kind: pa.DataType, where: str) -> Any:
-    """Collate a column's parts; raise a TypeError if a tensor would need a NULL."""
+    """Collate a column's parts; raise a TypeError for NULLs in numbers or structs."""
     if all(isinstance(column, np.ndarray) for column in columns):
         return tensor_of(columns)
     return _collate(arrow_of(join_columns(columns, kind), kind), where)
@@ -607,7 +607,7 @@ def _unlisted(array: pa.Array) -> tuple[npt.NDArray[np.int64], pa.Array]:
 
 
 def _leaf_of(kind: pa.DataType) -> Dtype | None:
-    """Return the dtype for empty nested lists of numbers; None for other types."""
+    """Return the dtype for an empty nested list of numbers; None for other types."""
     levels = 0
     while _is_list(kind) and fixed_of(kind) is None:
         kind, levels = kind.value_type, levels + 1
@@ -618,7 +618,7 @@ def _leaf_of(kind: pa.DataType) -> Dtype | None:
 
 
 def _stacked(rows: list[Any], leaf: Dtype) -> Any:
-    """Stack arrays if all have one shape; return other rows unchanged."""
+    """Stack equally shaped arrays (empty for no rows); return other rows unchanged."""
     if not rows:
         return np.zeros((0, *leaf.shape), leaf.base)
     first = rows[0]

@@ -41,7 +41,7 @@ class MappedTable(NamedTuple):
 
 
 class SingleRows:
-    """Looks up rows of local files by index; ``edges`` counts batches as shards."""
+    """Looks up rows of local files by index; in ``edges``, each batch is a shard."""
 
     def __init__(
         self, storage: Storage, files: Sequence[MappedTable], edges: Edges
@@ -90,7 +90,7 @@ class SingleRows:
 async def single_rows(
     table_format: TableFormat, shards: Sequence[Any]
 ) -> tuple[list[MappedTable], Edges]:
-    """Return the shards' files and edges; raise if a file is remote or filtered."""
+    """Return the shards' files and ``Edges``; raise if a file is remote or filtered."""
     storage = table_format.storage
 
     async def file_of(address: str) -> MappedTable:

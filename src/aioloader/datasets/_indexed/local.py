@@ -1,7 +1,7 @@
 """Random access to the samples of local shards, which are mapped into memory.
 
-A mapping keeps the file that was indexed, even if another file takes its name. Changes
-of the file in place are detected before and after each read.
+A mapping keeps the file that was indexed, even if another file takes the name.
+In-place changes of the file are detected before and after each read.
 """
 
 import mmap
@@ -35,9 +35,9 @@ _MAX_KEPT_BYTES = (32 << 20) - (1 << 16)
 
 
 class LocalReads:
-    """One event loop's reads of local shards, in one thread. Loops share ``local``.
+    """Reads local shards for one event loop, in one thread; loops share ``local``.
 
-    With several threads, more memory is fresh, and 100 KB take twice the time.
+    Several threads would use more fresh memory: a 100 KB read would take twice as long.
     """
 
     def __init__(self, local: Any) -> None:
@@ -46,7 +46,7 @@ class LocalReads:
         self._thread: ThreadPoolExecutor | None = None
 
     async def read(self, indices: list[int]) -> list[Any]:
-        """Return the samples at ``indices``; raise the error if one is unreadable."""
+        """Return the samples at ``indices``; raise if a sample is unreadable."""
         return await self._run(self._local.samples, indices)
 
     async def version(self, shard: int) -> Version:

@@ -1,8 +1,8 @@
-"""Random reads of remote shards, which merge near ranges in one turn of the loop.
+"""Random reads of remote shards; near ranges of one turn of the loop are merged.
 
 A shard is read at one version, which its pack records, or which a check finds before
-the first read on each loop. An ``.idx`` records no version, so the check compares the
-shard's length, and the bytes after its last sample, with the index.
+each loop's first read of the shard. An ``.idx`` records no version, so the check
+compares the index with the shard's length and the bytes after the last sample.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ _MAX_GAP, _MAX_BYTES = 1 << 16, 8 << 20
 
 
 class SharedRequest(Generic[T]):
-    """A request that reads ``join`` and ``leave``; the last to leave cancels it."""
+    """A request shared by several reads; if all leave early, it is cancelled."""
 
     def __init__(self, request: Coroutine[Any, Any, T]) -> None:
         self.task = asyncio.create_task(request)
@@ -54,7 +54,7 @@ class SharedRequest(Generic[T]):
             self.task.cancel()
 
     async def result(self) -> T:
-        """Wait for the result, then leave. Each read gets its own copy of an error."""
+        """Return the result and leave; each read gets a separate copy of an error."""
         task = self.task
         try:
             if not task.done():  # takes a quarter of the time of ``asyncio.wait``
@@ -79,14 +79,14 @@ class SharedRequest(Generic[T]):
 
 
 class PendingSample:
-    """A sample that was requested, and perhaps not sent yet.
+    """A requested sample, whose request may not have been sent yet.
 
     Attributes:
         place: The number of the sample's shard, and the byte range in that shard.
-        is_held: Whether it was requested in advance, and no read waits for it yet.
-        is_sent: Whether the turn of the loop in which it was requested has ended.
-        merged: Its shared request, and the offset of the request's bytes; None before
-            it is sent, or if the sample is read by a separate request.
+        is_held: True unless a read was waiting for the sample when ``_send`` ran.
+        is_sent: Whether ``_send`` has run since the sample was requested.
+        merged: The shared request, and the offset of its first byte in the shard; None
+            before ``_send``, or if a separate request reads the sample.
     """
 
     __slots__ = ("is_held", "is_sent", "merged", "place")
@@ -138,7 +138,7 @@ class RemoteReads:
         return sample.place, data[start - first : stop - first]
 
     async def aclose(self) -> None:
-        """Cancel all requests, and forget their results."""
+        """Cancel all requests, forget their results, and leave the storage."""
         requests, self._requests = self._requests, set()
         self._held, self._checks = {}, {}
         await cancel(requests)
@@ -155,7 +155,7 @@ class RemoteReads:
         return sample
 
     def _hold_block(self, index: BlockIndex) -> None:
-        """Request a block's other samples; forget the oldest that no read has used."""
+        """Request the block's other samples; forget the oldest if too many are held."""
         (block, window), held = index.spread, self._held
         first = index - index % block
         for number in range(first, min(first + block, len(self._edges))):
@@ -165,7 +165,7 @@ class RemoteReads:
             del held[next(iter(held))]
 
     def _send(self) -> None:
-        """Send a shared request for each group of near ranges of this turn."""
+        """Send a shared request for each group of two or more near ranges."""
         samples, self._pending = self._pending, []
         group: list[PendingSample] = []
         start = stop = 0
@@ -210,7 +210,7 @@ class RemoteReads:
         return memoryview(piece.data).cast("B")
 
     async def version(self, shard: int) -> Version:
-        """Return a shard's version; raise an error if the index does not fit it."""
+        """Return a shard's version; raise if the index does not fit the shard."""
         versions = self._edges.versions
         known = versions[shard] if versions else self._versions.get(shard)
         if known is None:

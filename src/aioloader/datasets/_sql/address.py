@@ -196,9 +196,9 @@ async def retried(
 ) -> T:
     """Return the result of ``attempt``, retried after transient failures.
 
-    Gives up with a DatasetError ``deadline`` seconds after the first failure. The error
-    is not chained to the driver's exception, which tracebacks would print, perhaps with
-    the password. ``doing`` is a phrase such as ``"read table 'rows'"``.
+    Other failures, and any ``deadline`` seconds after the first, raise a DatasetError.
+    The error is not chained to the driver's exception, which tracebacks would print,
+    perhaps with the password. ``doing`` is a phrase such as ``"read table 'rows'"``.
     """
     clock = asyncio.get_running_loop().time
     count, end, pauses = 0, 0.0, backoff(base_delay=0.1, max_delay=5.0)
@@ -361,7 +361,7 @@ class Relation:
     def names(
         self, available: Sequence[str], hidden: Collection[str] = ()
     ) -> Sequence[str]:
-        """Check and return the columns to deliver; ``hidden`` columns must be named."""
+        """Return the checked column names, with ``hidden`` names only if requested."""
         shown = ", ".join(available)
         if len(set(available)) < len(available):
             raise ValueError(f"columns must have distinct names, got {shown}")

@@ -42,7 +42,7 @@ class SQLFormat(ShardFormat[SQLShard]):
     All ranges of an iteration read one snapshot. A state contains the keys between
     ranges, and each range's last delivered key. A resumed iteration reads later rows
     from a new snapshot. Steps that read ahead (``shuffle``, async ``map``, ``readers``)
-    rewind by counting rows, which is exact unless such rows were written meanwhile.
+    rewind by counting rows, which is exact unless the counted rows have changed.
 
     See ``SQLDataset`` for the arguments. The URL may be sealed. ``partitions`` may be
     the result of ``plan`` on another rank, so that all ranks have the same ranges.

@@ -241,7 +241,7 @@ class Postgres(Session):
         self._idle.append(await self._new())
 
     async def _new(self) -> Connection:
-        """Return a connection to the snapshot; take another snapshot if it is lost."""
+        """Return a connection to the snapshot; if that was lost, to a new snapshot."""
         while self._leader is not None:
             snapshot, adopted = self._snapshot, ""
             connection = Connection(self.address, like=self._leader)

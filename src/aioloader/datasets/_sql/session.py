@@ -1,7 +1,7 @@
 """The snapshot, connections and range readers of an iteration over a database.
 
-``sqlite`` and ``postgres`` derive their sessions from ``Session``: they take snapshots,
-find types, and cut and read ranges. A key is an int or text; bytes are hexadecimal.
+``sqlite`` and ``postgres`` derive sessions from ``Session``. Sessions take snapshots,
+find types, and cut and read ranges. A key is an int or text; bytes become hexadecimal.
 """
 
 import abc
@@ -102,7 +102,7 @@ class Connection(CpuThread):
     async def aclose(self) -> None:
         """Stop the running call, disconnect, and join the thread, even if cancelled.
 
-        SQLite cannot stop a query; then the thread disconnects when the query ends.
+        SQLite's driver cannot stop a query: the thread disconnects when the query ends.
         """
         await in_thread(self._end)
 
@@ -234,7 +234,7 @@ class Session(abc.ABC):
 
     @abc.abstractmethod
     def _cuts(self, connection: Connection, partitions: int) -> list[Key]:
-        """Return keys that cut the rows into ``partitions`` ranges of similar size."""
+        """Return keys that cut the rows into at most ``partitions`` similar ranges."""
 
     @abc.abstractmethod
     def _key_value(self, key: Key) -> Any:

@@ -1,6 +1,6 @@
 """SQLite sessions, whose connections read one snapshot of a file in batches.
 
-Their read transactions all start between the same two commits. In WAL mode, writers
+All read transactions start between the same two commits. In WAL mode, writers
 continue; otherwise they wait until the iteration ends. SQLite types values, not
 columns. A column gets the type of its first thousand rows; if all are NULL, its
 declared type or a later value's. The driver infers types from a batch's first rows.
@@ -98,7 +98,7 @@ class SQLite(Session):
         await close_all(connections)
 
     async def _take_snapshot(self) -> None:
-        """Start all transactions at one state of the file, or keep one transaction."""
+        """Start all transactions at one state of the file, or keep one connection."""
         connections, witness = [*self._connections], Connection(self.address)
         try:
             for _ in range(_TRIES):
@@ -369,7 +369,7 @@ def _is_valid(batch: "pa.RecordBatch") -> bool:
 
 
 def _start(connection: Connection) -> None:
-    """Start a transaction, and read a row so that it takes its snapshot now."""
+    """Start a transaction, and read a row so that the snapshot is taken now."""
     connection.fetch("BEGIN")
     connection.fetch("SELECT 1 FROM sqlite_master LIMIT 1")
 

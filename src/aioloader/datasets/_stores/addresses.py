@@ -96,7 +96,7 @@ def split(address: Address) -> tuple[Address, str]:
 def spell(root: Address, key: str) -> Address:
     """Return the address of a listed key; ``split`` is the inverse.
 
-    The exception is an HTTP key with a backslash: ``split`` keeps that URL whole.
+    But ``split`` keeps some HTTP URLs whole, such as those of keys with a backslash.
     """
     return seal_url(f"{root}/{quote(key) if _SPECIAL.search(key) else key}")
 
@@ -116,7 +116,7 @@ def _split(url: str) -> tuple[str, str, bool]:
 
 
 def name_of(address: Address) -> str:
-    """Return a shard's decoded path or URL, without user, password and query."""
+    """Return a shard's decoded path or URL, without user, password and HTTP query."""
     if "://" not in address:
         return address
     if is_local(address):
@@ -180,7 +180,7 @@ def local_pattern(address: str) -> str:
 
 
 def _bracketed(sign: "re.Match[str]") -> str:
-    """Return the pattern that matches a percent-encoded ``*``, ``?`` or ``[``."""
+    """Return a pattern for the literal ``*``, ``?`` or ``[`` that ``sign`` encodes."""
     return f"[{unquote(sign[0])}]"
 
 
@@ -189,7 +189,7 @@ def has_signs(pattern: str) -> bool:
 
 
 def folder_of(pattern: str) -> str:
-    """Return the folder of all a pattern's matches, without a trailing slash."""
+    """Return the folder that contains all matches, without a trailing slash."""
     return re.split(r"[*?[]", pattern, maxsplit=1)[0].rpartition("/")[0]
 
 

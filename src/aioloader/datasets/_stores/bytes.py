@@ -2,8 +2,8 @@
 
 All responses for an object must have the same version and the requested length. With a
 cache, streams are read in aligned blocks, which processes share; a table's ranges are
-cached as requested. Cache keys include the object's version. Each stream
-requests one byte to learn the version; tables reuse a version for ten minutes.
+cached as requested. Cache keys include the object's version, for which a cached stream
+requests one byte; cached tables reuse a version for ten minutes.
 """
 
 import asyncio
@@ -105,7 +105,7 @@ class Client:
             self._before = math.inf
 
     def listed(self, root: "Address | None", key: str) -> Version | None:
-        """Return a version with an object's listed size; None if unlisted or empty."""
+        """Return a version with a listed size; None for an unlisted or empty object."""
         for (listed_root, folder), listing in self.listings.items():
             is_in = listed_root == root and key.startswith(folder)
             if is_in and (size := listing.size_of(key)):
@@ -145,7 +145,7 @@ class StoredObject:
         return WholeObject(self._store, self._key, self.client.tries)
 
     async def fetch(self, start: int, stop: int, version: Version | None) -> Piece:
-        """Return a byte range, cut at the object's end; check a given ``version``."""
+        """Return a byte range, cut at the object's end; check ``version`` if given."""
         if self._cache is None:
             return await self._request(start, stop, version)
         now = version
@@ -160,7 +160,7 @@ class StoredObject:
         return Piece(parts[0] if len(parts) == 1 else b"".join(parts), now)
 
     async def read(self, start: int, stop: int, version: Version) -> Buffer:
-        """Return a byte range of ``version``; read it from the cache if possible."""
+        """Return a byte range of the object at ``version``, if possible from cache."""
         if self._cache is None or version.e_tag is None:
             return (await self._request(start, stop, version)).data
         size, e_tag, modified = version
@@ -332,7 +332,7 @@ class ObjectBytes:
         return self._sent - self._read if is_known else None
 
     async def aclose(self) -> None:
-        """Cancel the requests in flight; later reads send none."""
+        """Cancel the ranged requests in flight; no further ones are sent."""
         self._is_over = True
         pieces, self._pieces = self._pieces, deque()
         await cancel(pieces)
@@ -379,7 +379,7 @@ class ObjectBytes:
         return piece
 
     def _learn(self, version: Version) -> None:
-        """Store the first response's version, after checking it; ignore later ones."""
+        """Check and store the first response's version; ignore later versions."""
         if self.version is None:
             self._expected.check(self._object.location, version, self._start)
             self.version = version
@@ -418,7 +418,7 @@ class FileBytes:
         """Run ``function`` in a thread; its argument is a function that reads a piece.
 
         A piece is valid until the next is read. One thread call for several pieces is
-        cheaper than one per piece, and keeps the pieces in that core's cache.
+        cheaper than one per piece, and keeps the pieces in one core's cache.
         """
         await self.open()
         return await in_thread(function, self.read_here)
@@ -484,7 +484,7 @@ def _read_into(file: int, buffer: memoryview) -> int:
 
 
 def _read_cached(file: int, buffer: memoryview) -> int | None:
-    """Read only cached pages; None if there are none or the system cannot do it."""
+    """Return how many bytes were read from cached pages; None if none could be read."""
     try:
         # -1: from the current position. Linux 5.9 and 5.10 may return 0 anywhere.
         return os.preadv(file, [buffer], -1, os.RWF_NOWAIT) or None

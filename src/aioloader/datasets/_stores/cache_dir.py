@@ -2,8 +2,8 @@
 
 Each entry is a file, renamed when complete, so readers see all of it or nothing. Files
 are not synced to disk: an entry torn by a power cut fails its checksum, and counts as
-missing. A process scans the directory, under a lock, after it has added 1/32 of the
-limit (if alone: at the limit). Scans evict least recently used entries, down to 7/8.
+missing. A process scans the directory, under a lock, after adding 1/32 of the limit, or
+at the limit if alone. Scans of a full cache evict the least recently used entries.
 """
 
 import contextlib
@@ -58,8 +58,8 @@ class CacheDir:
     if missing; foreign files in it are neither counted nor removed.
 
     The limit applies to the sum of file lengths; each file has 52 bytes more than its
-    data. Each process may overshoot by 1/32, and by entries being written. After a
-    failed write (disk full, no permission), writes pause for a minute. Warns only once.
+    data. Each process may exceed it by 1/32, and by entries being written. A failed
+    write (disk full, no permission) pauses writes for a minute. Failures warn once.
     """
 
     def __init__(self, directory: str | os.PathLike[str], max_bytes: int) -> None:
@@ -157,7 +157,7 @@ class CacheDir:
             return 0
 
     def _scan(self, size: int) -> int:
-        """Evict entries until ``size`` bytes fit; return the bytes still stored."""
+        """Evict entries if ``size`` bytes do not fit; return the bytes still stored."""
         sizes, times, now = array("q"), array("q"), time.time()
         for file, status in self._files():
             if _is_left_over(file.name, now - status.st_mtime):
@@ -196,7 +196,7 @@ def _digest(key: str) -> bytes:
 
 
 def _read(file: FileIO, digest: bytes) -> bytes | None:
-    """Return an entry's data, and update its time of use; None if it is damaged."""
+    """Return an entry's data, or None if damaged; update the entry's time of use."""
     status = os.fstat(file.fileno())
     header = file.read(_HEADER_BYTES)
     if len(header) < _HEADER_BYTES:

@@ -69,7 +69,7 @@ class Version(NamedTuple):
         return bool(self.e_tag) or self.modified is not None
 
     def is_of(self, other: "Version") -> bool:
-        """Return whether size, tag and date agree if known; strong tags suffice."""
+        """Return whether sizes and known tags and dates agree; strong tags suffice."""
         if self.size != other.size:
             return False
         if self.e_tag and other.e_tag:
@@ -83,7 +83,7 @@ class Version(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def saved(location: str, version: Version) -> Mapping[str, Any]:
-    """Return a version for a state; location and tag (or date) are only hashed."""
+    """Return a version for a state, with hashes of the location and the tag or date."""
     if not version.e_tag:
         if not version.modified:
             return {"size": version.size}
@@ -113,7 +113,7 @@ class Piece(NamedTuple):
 
 
 class ExpectedVersion(NamedTuple):
-    """What is known about the version that a shard must have when it is opened."""
+    """The known facts about the version that a shard must have when it is opened."""
 
     version: Version | None = None  # found earlier in this iteration
     size: int | None = None  # in the loaded state
@@ -126,7 +126,7 @@ class ExpectedVersion(NamedTuple):
         return cls(version, position.get("size"), position.get("stamp"))
 
     def check(self, location: str, current: Version, start: int = 0) -> None:
-        """Raise if ``current`` differs from what is known, or ends before ``start``."""
+        """Raise if ``current`` differs from these facts, or ends before ``start``."""
         if self.version is not None and not current.is_of(self.version):
             raise changed(location, self.version, current)
         now = saved(location, current).get("stamp", "") if self.stamp else ""

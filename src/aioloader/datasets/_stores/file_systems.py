@@ -85,7 +85,7 @@ class FileSystemStore(Store):
             yield pairs[start : start + PAGE_KEYS]
 
     def failure(self, key: str, error: Exception, verb: str) -> Exception:
-        """Convert ``error`` without its text, which may hold signed URLs."""
+        """Return the exception to raise, without any secrets of ``error``."""
         words = words_of(error)
         return failure_of_source(verb, self.locate(key), error, words, self._hint)
 
@@ -138,7 +138,7 @@ class FileSystemStore(Store):
 
 
 class HubStore(FileSystemStore):
-    """Repositories on the Hugging Face Hub, or a folder in one of them."""
+    """A store of Hugging Face Hub repositories, or of a folder in a repository."""
 
     _hint = "; is it private, and HF_TOKEN set?"
 

@@ -64,7 +64,7 @@ class Listing(Iterable[str]):
 
 
 def _is_folder(keys: Sequence[str], index: int) -> bool:
-    """Return whether sorted ``keys`` contain keys below the key at ``index``."""
+    """Return whether ``keys[index]`` is empty, or sorted ``keys`` has keys below it."""
     key = keys[index]
     # Quick check: if keys are below this key, the next key starts with it.
     if key and not (index + 1 < len(keys) and keys[index + 1].startswith(key)):
@@ -75,7 +75,7 @@ def _is_folder(keys: Sequence[str], index: int) -> bool:
 
 
 async def list_async(store: Store, prefix: str, policy: Requests = USUAL) -> Listing:
-    """Return the objects below ``prefix``; raise a ValueError if there are none."""
+    """List the objects below ``prefix``; raise a ValueError if there are none."""
     pages: list[Listing] = []
     stream: Any = None
     last, is_ordered = "", True  # where to resume after a failed request
@@ -124,7 +124,7 @@ async def list_async(store: Store, prefix: str, policy: Requests = USUAL) -> Lis
 
 
 async def _without_markers(listing: Listing, store: Store, tries: Tries) -> Listing:
-    """Request each empty key, if they are few; remove those that are folder markers."""
+    """Return the listing without folder markers; keep all if many keys are empty."""
     indices = np.flatnonzero(listing.sizes == 0)[: _MAX_EMPTY + 1]
     empty = [listing.keys[index] for index in indices]
     if not empty or len(empty) > _MAX_EMPTY:

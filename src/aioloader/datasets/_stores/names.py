@@ -1,7 +1,7 @@
 """A sequence of many names, stored in two buffers instead of a list of strings.
 
 A million paths of 40 characters take 48 MB instead of 97 and pickle as two buffers.
-Forked workers share them: no reference counts make the kernel copy their pages.
+Forked workers share the buffers: no reference count makes the kernel copy a page.
 """
 
 from collections.abc import Iterable, Sequence

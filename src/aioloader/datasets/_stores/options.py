@@ -1,8 +1,8 @@
 """Import of obstore, checks of store options, and tracking of obstore's requests.
 
 The checks are needed because obstore rejects most unknown options without a hint, and
-bad values without the option's name; it ignores unknown names in ``retry_config``. Its
-threads use the interpreter shortly after a request ends; a finalized one would crash.
+bad values without the option's name; it ignores unknown names in ``retry_config``. The
+tracking is needed because obstore's threads use the interpreter just after a request.
 """
 
 import asyncio
@@ -81,7 +81,7 @@ class Flights:
             del failure
 
     async def drain(self, seconds: float | None) -> None:
-        """Cancel requests after ``seconds``, if given; wait until all are released."""
+        """Wait for the release of ended requests; cancel others after ``seconds``."""
         if self._open and seconds is not None:
             # No variable for the finished requests: it would keep references to them.
             late = (await asyncio.wait(self._open, timeout=seconds))[1]
@@ -134,7 +134,7 @@ def open_store(url: str, label: str, options: Mapping[str, Any]) -> "ObjectStore
 
 
 def _hint(url: str, options: Mapping[str, Any], exc: Exception) -> str:
-    """Return what is wrong with options that obstore rejected, for a message."""
+    """Return the end of an error message, about options that obstore rejected."""
     line, kind = str(exc).partition("\n")[0].rstrip("."), type(exc).__name__
     if kind == "UnknownConfigurationKeyError" or line.startswith("Invalid key"):
         name = line.partition("key: ")[2].split()[0].strip("'").lower()
@@ -179,7 +179,7 @@ def _new_store(url: str, options: Mapping[str, Any]) -> "ObjectStore":
 
 
 def _addresses(url: str, options: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the URL, and the endpoints in the options and (for S3) environment."""
+    """Yield the URL, and the endpoints in the options and, for S3, the environment."""
     yield url
     for name, value in {**(options.get("config") or {}), **options}.items():
         if "endpoint" in name.lower() or name.lower().endswith("base_url"):
@@ -217,7 +217,7 @@ def _invalid_option(options: Mapping[str, Any]) -> str | None:
 
 
 def _is_of_client(name: str) -> bool:
-    """Return whether an option is for the HTTP client, which makes stores panic."""
+    """Return whether an option is one of the HTTP client, on which stores panic."""
     try:
         import_obstore().store.S3Store(client_options={name: ""})
     except obstore_errors() as exc:
@@ -235,7 +235,7 @@ def _option_names() -> list[str]:
 def _refused_option(
     url: str, options: Mapping[str, Any], refusal: Exception
 ) -> str | None:
-    """Return the option that alone makes obstore raise the same error, or None."""
+    """Return the name of the option that alone causes the same ``refusal``, or None."""
     refused = None
     for name, value in options.items():
         inside = value.items() if isinstance(value, Mapping) else ()

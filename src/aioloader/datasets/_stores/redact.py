@@ -28,7 +28,7 @@ _HARMLESS_HEADERS = frozenset({
 
 
 class _Hidden:
-    """A value that reprs hide and that is pickled only for the loader's workers."""
+    """Base of values hidden by ``repr`` and pickled only for the loader's workers."""
 
     __slots__ = ()
     label = OF_A_URL
@@ -63,7 +63,7 @@ class Sealed(_Hidden, Generic[T]):
 
 
 class SecretURL(_Hidden, str):
-    """A URL that contains a secret; its repr and pickles hide it."""
+    """A URL with a secret, hidden by ``repr`` and pickled only for loader workers."""
 
     __slots__ = ()
 
@@ -99,7 +99,7 @@ def redact_url(url: str) -> str:
 
 
 def redact_key(key: str) -> str:
-    """Cut a key at a ``?`` that a ``=`` follows: this starts a signed URL's query."""
+    """Cut a signed URL's query off a key: from the first ``?``, if a ``=`` follows."""
     name, _, query = key.partition("?")
     return name if "=" in query else key
 

@@ -2,7 +2,7 @@
 
 All readers use a ``Store``, which tracks its server's state and classifies errors. The
 cause of a failure decides whether the request is retried, within a deadline. Slow
-requests may be sent twice. All have a timeout: hung connections raise no error.
+requests may be sent twice. Each has a timeout: a hung connection raises no error.
 """
 
 import abc
@@ -61,15 +61,15 @@ _RETRYING = "%s; retrying for %g s (logged once for a store)"
 class Source(abc.ABC):
     """Base class for your own store, accepted by every ``store=`` argument.
 
-    Derive from it, and implement ``get``; for patterns and listings also ``list``. The
-    library adds retries by ``Requests``, checks of lengths and versions, the cache, and
-    reading ahead. Raise ``FileNotFoundError`` and ``PermissionError`` for errors that
-    retries cannot fix. Any other ``OSError``, and exceptions of HTTP clients, are
-    retried; built-in exceptions that indicate a bug, such as ``TypeError``, are raised
-    as they are.
+    Subclasses implement ``get`` and, for patterns and listings, ``list``. The library
+    adds retries by ``Requests``, checks of lengths and versions, the cache, and reading
+    ahead. Raise ``FileNotFoundError`` or ``PermissionError`` for errors that retries
+    cannot fix. Another ``OSError`` (except ``IsADirectoryError``) is retried, as is an
+    HTTP client's exception, unless its status is final, such as 404. Exceptions that
+    indicate a bug, such as ``TypeError``, are raised as they are.
 
-    Several event loops may call it at once. Workers get it by pickle, so keep clients
-    and secrets out of its state: read them from the environment.
+    Several event loops may call a source at once. Workers get a pickle of the source:
+    keep clients and secrets out of its state, and read secrets from the environment.
 
     Attributes:
         label: The address for messages, without secrets. It also identifies the source
@@ -80,16 +80,16 @@ class Source(abc.ABC):
 
     @abc.abstractmethod
     async def get(self, key: str, start: int, stop: int) -> Piece:
-        """Return the bytes of an object from ``start`` to ``stop``, and its version.
+        """Return an object's bytes from ``start`` to ``stop``, and its version.
 
-        Return fewer bytes at the object's end, none beyond. The caller owns the buffer.
+        Return fewer bytes at the object's end, and none after. Callers own the data.
         """
 
     def list(self, prefix: str) -> "AsyncIterable[tuple[str, int]] | Awaitable[Sized]":
-        """Return keys that start with ``prefix``, and their sizes in bytes.
+        """Return the keys below ``prefix``, a folder, and their sizes in bytes.
 
-        Implement it as an async generator, or as a coroutine that returns a list; the
-        order does not matter. Keys that do not start with ``prefix`` are ignored.
+        Implement it as an async generator, or as a coroutine that returns a list, in
+        any order. Keys other than ``prefix`` and those below it are ignored.
         """
         raise NotImplementedError(
             f"{type(self).__name__} has no list(): name the shards one by one, or pass "
@@ -107,10 +107,10 @@ class Store(abc.ABC):
     """Base class of stores; records whether the server answers requests.
 
     Attributes:
-        cache_name: Prefix of the store's keys in a cache; None if it is not cached.
+        cache_name: Prefix of the store's keys in a cache; None to cache nothing.
         has_answered: Whether the server ever answered, even with an error.
         is_refusing: Whether no request was ever answered and the latest was not sent.
-        has_warned: Whether a retry was logged; only the first one is.
+        has_warned: Whether a retry was logged; only the first retry is logged.
     """
 
     def __init__(self, label: str) -> None:
@@ -128,7 +128,7 @@ class Store(abc.ABC):
     async def get(
         self, key: str, start: int, stop: int, version: Version | None = None
     ) -> Piece:
-        """Return a byte range; the server checks ``version`` if it supports that."""
+        """Return a byte range of an object; the server checks ``version`` if it can."""
 
     @abc.abstractmethod
     def pages(self, prefix: str, after: str | None) -> AsyncIterator[Sized]:
@@ -136,10 +136,10 @@ class Store(abc.ABC):
 
     @abc.abstractmethod
     def failure(self, key: str, error: Exception, verb: str) -> Exception:
-        """Return the exception to raise; a RefusedError prevents further retries."""
+        """Return the exception to raise for ``error``; its type decides on retries."""
 
     async def head(self, _key: str) -> Version | None:
-        """Return a listed key's version if known; raise if no object exists."""
+        """Return a listed object's version, if known; raise if there is no object."""
         return None  # by default, every listed key is an object
 
     async def whole(self, key: str, size: int) -> "Bytes | bytes | memoryview":
@@ -169,10 +169,10 @@ class Store(abc.ABC):
             del failure
 
     async def drain(self, seconds: float | None = None) -> None:  # noqa: B027
-        """Cancel requests after ``seconds``, if given; wait until all are released."""
+        """Wait for the release of ended requests; cancel others after ``seconds``."""
 
     async def aclose(self, seconds: float | None = None) -> None:
-        """Wait for requests, then release connections; the store stays usable."""
+        """Call ``drain``, then release connections; the store stays usable."""
         await self.drain(seconds)
 
 
@@ -206,7 +206,7 @@ class OwnStore(Store):
         )
 
     async def pages(self, prefix: str, after: str | None) -> AsyncIterator[Sized]:
-        """List the source again from its beginning; yield keys after ``after``."""
+        """List the source from its beginning; yield pages of keys after ``after``."""
         listed: Any = self._source.list(prefix)
         keys = aiter(listed if hasattr(listed, "__aiter__") else _each(await listed))
         below, page = f"{prefix}/" if prefix else "", list[tuple[str, int]]()
@@ -277,7 +277,7 @@ def is_defect(error: Exception) -> bool:
 
 
 def words_of(error: Exception) -> str:
-    """Return an exception's type and errno, because its text may hold secrets."""
+    """Return an exception's type and errno message; its own text may hold secrets."""
     code = getattr(error, "errno", None)
     reason = f": {os.strerror(code)}" if isinstance(code, int) else ""
     return f"{type(error).__name__}{reason}"
@@ -303,22 +303,22 @@ def _is_unreachable(error: BaseException | None) -> bool:
 
 @dataclass(frozen=True)
 class Requests:
-    """How a dataset treats requests that fail, stall or are slow.
+    """The rules of a dataset for requests that fail, stall or are slow.
 
     A failed request is retried until ``deadline``, or for 5 seconds if the host was
-    never reached. Delays are uniform in ``[0, min(max_delay, base_delay * 2**n)]``
-    seconds. obstore's own quick retries come first.
+    never reached. Delay ``n`` is random in ``[0, min(max_delay, base_delay * 2**n)]``
+    seconds, ``n`` from 0. obstore's own quick retries come first.
     Source: Brooker, "Exponential Backoff And Jitter" (AWS Architecture Blog, 2015);
     Dean and Barroso, "The Tail at Scale" (CACM 2013) for hedging.
 
     Attributes:
-        timeout: Seconds after which one request is cancelled and counts as failed.
+        timeout: Seconds after which a request is cancelled and counts as failed.
         deadline: Seconds for one piece of data, including all retries.
         base_delay: Upper bound of the first delay, in seconds.
         max_delay: Upper bound of every delay, in seconds.
         hedge: Whether to send a request a second time if it takes longer than 95 % of
-            recent ones; the first response is used. Costs up to 5 % more requests.
-            Does not apply to servers without ranges.
+            recent ones; the first success is used. Hedging costs up to 5 % more
+            requests. It does not apply to servers without ranges.
     """
 
     timeout: float = 30.0
@@ -384,15 +384,15 @@ class Tries:
     ) -> T:
         """Return the result of ``attempt``, retried until the deadline.
 
-        A ``DatasetError`` is retried. An ``UnreachableError`` is retried for 5 seconds
-        if the server never answered. A ``RefusedError`` is not retried.
+        A ``DatasetError`` or timeout is retried; so is an ``UnreachableError``, but
+        only for 5 seconds if the server never answered. Other errors are not retried.
 
         Args:
             attempt: Makes one request.
             server: The store that receives the request.
             key: The key, for messages.
             began: When the deadline started, by the loop's clock; the default is now.
-            sent: How many attempts have already failed since ``began``.
+            sent: How many attempts were already made since ``began``.
             may_hedge: Whether two attempts may run at once.
         """
         policy, clock = self._policy, asyncio.get_running_loop().time

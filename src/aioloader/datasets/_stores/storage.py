@@ -1,7 +1,7 @@
 """Access to the bytes, versions and sizes of shards, on disk or in any store.
 
 Paths and ``file://`` URLs are read from disk, other URLs through a store per bucket or
-host. Braces in patterns are expanded as text; ``*``, ``?`` and ``[``, by a listing.
+host. Braces in patterns are expanded as text; ``*``, ``?`` and ``[`` need a listing.
 """
 
 import contextlib
@@ -62,7 +62,7 @@ Bytes: TypeAlias = FileBytes | ObjectBytes
 
 
 class SizedListing(list[Any]):
-    """A list of addresses or shards, with all ``sizes`` if they were listed."""
+    """A list of addresses or shards, with the ``sizes`` of all if they are known."""
 
     sizes: "list[int] | None" = None
 
@@ -70,8 +70,8 @@ class SizedListing(list[Any]):
 class Storage:
     """Opens shards by address, or by key in ``store``; pickles hold no open store.
 
-    ``options``: store options for URLs. ``addresses``: what will be opened later; if
-    all are paths, the storage needs no client.
+    ``options`` are the store options for URLs. ``addresses`` are those to open later;
+    if all are paths, the storage needs no client.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Storage:
             self._check(addresses)
 
     def _check(self, addresses: Sequence[Address]) -> None:
-        """Check the first address (with options, the first remote) and its store."""
+        """Check the first address and its store; with options, the first remote one."""
         remote = (address for address in addresses if not is_local(address))
         first = next(remote, None) if self._options else addresses[0]
         if first is None:
@@ -198,7 +198,7 @@ class Storage:
         return store.locate(key)
 
     def name(self, address: Address) -> str:
-        """Return a shard's name without secrets; its folders may contain columns."""
+        """Return a shard's name without secrets; its folders may name columns."""
         return address if self._store is not None else name_of(address)
 
     def path(self, address: Address) -> str | None:
@@ -272,7 +272,7 @@ class Storage:
         return checked(data, stop - start, self.label(address)), version
 
     def check(self, address: Address, version: Version) -> None:
-        """Raise if a local file has changed; it may have been deleted. Blocks."""
+        """Raise if a local file has changed, but not if it was deleted. Blocks."""
         if (path := self.path(address)) is None:
             return
         try:
@@ -288,7 +288,7 @@ class Storage:
     ) -> list[int] | None:
         """Return the lengths of shards in bytes; None unless all are known.
 
-        With ``must``, the sizes of objects that were not listed are requested.
+        With ``must``, all sizes are requested unless they are known.
         """
         if isinstance(addresses, SizedListing) and addresses.sizes is not None:
             return addresses.sizes

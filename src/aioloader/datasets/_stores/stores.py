@@ -1,7 +1,7 @@
 """Object stores accessed through obstore: ranges, listings, and whole objects.
 
-Each process opens the store of a URL at its first read. A pickle contains the URL and
-the options; if they include secrets, only the loader's own workers can get the pickle.
+Each process opens a URL's store at the first read, or at once with options. A pickle
+has the URL and the options; if these are secret, only the loader's workers can get it.
 """
 
 import asyncio
@@ -72,7 +72,7 @@ _HTML_ENDINGS = {"html", "htm", "xhtml", "shtml", "php", "asp", "aspx", "jsp", "
 
 
 def store_of(store: Any, options: StoreOptions) -> Store:
-    """Return the ``Store`` for a ``store=`` argument: a URL, path, store or source."""
+    """Return the ``Store`` for a given URL, path, store, file system or source."""
     spec = sys.modules.get("fsspec.spec")  # None: no file systems
     is_system = isinstance(store, getattr(spec, "AbstractFileSystem", ()))
     is_hub = isinstance(store, str) and store.startswith("hf://")
@@ -107,7 +107,7 @@ def _claim_runtime() -> None:
 
 
 class ObstoreStore(Store):
-    """An object store accessed through obstore; each process opens it once."""
+    """An object store accessed through obstore, which each process opens itself."""
 
     _has_ranges = True  # until the server refuses a range in ``whole``
 
@@ -145,7 +145,7 @@ class ObstoreStore(Store):
                 self._made = os.getpid(), Sealed(self._make(), "")
 
     def _opened(self) -> "ObjectStore | None":
-        """Return the store if this process has opened it, or None."""
+        """Return the store if it was given or this process has opened it, or None."""
         _claim_runtime()
         if (given := self._given) is not None:
             store: ObjectStore = revealed(given)
@@ -244,9 +244,9 @@ class ObstoreStore(Store):
             yield [(meta["path"].removeprefix(root), meta["size"]) for meta in page]
 
     def failure(self, key: str, error: Exception, verb: str) -> Exception:
-        """Return the exception to raise for ``error``; only obstore's are converted.
+        """Return the exception to raise; only obstore's errors are converted.
 
-        It wraps a ``NoRangesError`` if the server sends no range or no total size.
+        The result wraps a ``NoRangesError`` if the server sends no range or total size.
         """
         if isinstance(error, DatasetError) or not isinstance(error, obstore_errors()):
             return error
@@ -269,7 +269,7 @@ class ObstoreStore(Store):
         return UnreachableError(failure) if reason.is_unreachable else failure
 
     async def whole(self, key: str, size: int) -> "Bytes":
-        """Read a whole object; by one ranged request if its ``size`` is known."""
+        """Read a whole object, first by one ranged request if its ``size`` is known."""
         obstore, follow = import_obstore(), self.follow
         store = self._opened() or await self.opened()
         try:
@@ -426,7 +426,7 @@ def _secrets_of(store: "ObjectStore") -> Iterator[str]:
 
 
 def _label_of_url(address: Address) -> str:
-    """Return a URL without secrets; raise a ValueError if its scheme is unknown."""
+    """Return a path, or a URL without secrets; reject URLs of unknown schemes."""
     if is_local(address):
         return path_of(address)
     label = redact_url(address)

@@ -1,6 +1,6 @@
 """How ranks agree on their shards and on an epoch's end, through a key-value store.
 
-The store's operations block, so they run in threads, on separate connections.
+The store's operations block, so they run in threads, if possible on new connections.
 """
 
 import itertools
@@ -25,9 +25,9 @@ from aioloader.errors import DatasetError
 class Agreement:
     """A comparison of the shards that the ranks found, for one iteration.
 
-    The first rank to arrive stores a summary of its shards; later ranks adopt it and
-    compare theirs with it, so no rank waits. Here each worker counts as a rank, whose
-    number among the ``ranks`` is ``rank``. Processes with the same number are peers.
+    The first rank to arrive stores a summary of its shards. Later ranks read that
+    summary, and theirs must equal it, so no rank waits. Each worker counts as a rank:
+    ``rank`` is its number among ``ranks``. Processes with the same ``rank`` are peers.
     """
 
     store: RankStore
@@ -38,7 +38,7 @@ class Agreement:
 
     @property
     def name(self) -> str:
-        """The rank's number for errors, with the worker's if the rank has several."""
+        """The rank's number, for errors; with several workers, also the worker's."""
         rank, worker = divmod(self.rank, self.workers)
         return f"{rank} (worker {worker})" if self.workers > 1 else f"{rank}"
 
@@ -53,8 +53,8 @@ class Agreement:
 
         ``subject``: identifies the comparison; JSON-serialisable, equal on all ranks.
         ``location``: names the stream in errors. ``stack``: closes what ``find`` opens.
-        ``find``: gets a stack and the first rank's summary, or None. Its result has a
-        JSON-serialisable ``summary``.
+        ``find``: gets a stack and the first rank's summary (None if there is none yet).
+        Its result has a JSON-serialisable ``summary``.
         """
         key = key_of([self.ranks, self.epoch, subject])
         key, first = await self._do(partial(self._look_up, key), location)
@@ -81,7 +81,7 @@ class Agreement:
         )
 
     def _look_up(self, key: str, store: Any) -> tuple[str, Any]:
-        """Return this comparison's key, and the first rank's entry; None if missing."""
+        """Return this comparison's key and the first rank's entry (None if missing)."""
         # The nth comparison of this process matches the nth one of every other rank.
         counter = f"{key}/rank {self.rank} of process {self.store.process}"
         key = f"{key}/{store.add(counter, 1)}"
@@ -93,7 +93,7 @@ class Agreement:
         return json.loads(store.compare_set(key, "", json.dumps(mine)))
 
     async def _do(self, job: Callable[[Any], Any], location: str) -> Any:
-        """Run a store operation in a thread, on a separate connection."""
+        """Run a store operation in a thread, on a new connection if possible."""
         run = lambda: job(self.store.open())  # noqa: E731
         try:
             return await in_thread(run, abandon_on_cancel=True)
@@ -123,11 +123,11 @@ class EpochEndRounds:
 
     In each round every rank publishes its number of batches, once the rank has ended or
     is well past the slowest rank's count in the previous round. The last rank to
-    publish computes the result for all. A round spans as many batches as are read
-    ahead, so ranks normally do not wait. One thread publishes and another listens. Each
-    rank overwrites one key; each round deletes its other keys. If ranks have peers,
-    which deliver the same batches, the first processes of all ranks agree with each
-    other, and so do the second ones.
+    publish computes the result for all. A round begins before the reported batches are
+    used up, so ranks rarely wait. One thread publishes and another listens. Each rank
+    overwrites one key; each round deletes its other keys. If ranks have peers, which
+    deliver the same batches, the first processes of all ranks agree with each other,
+    and so do the second processes.
 
     ``subject``: identifies the stream; JSON-serialisable, equal on all ranks.
     ``start``: the epoch, and how many of its batches this rank delivered before.
@@ -275,7 +275,7 @@ class EpochEndRounds:
         return f"{self._key}/round {number} to rank {rank}"
 
     def _publish(self, store: Any, number: int, *, has_left: bool = False) -> None:
-        """Publish this rank's counts; a round's last rank sends the result to all."""
+        """Publish this rank's counts; a round's last rank also publishes the result."""
         count = self._end.made, self._end.has_ended, has_left
         entry = json.dumps([number, self._start, count])
         store.set(self._key_of(self._rank), entry)
@@ -303,7 +303,7 @@ class EpochEndRounds:
 
 
 def _result(published: Sequence[Any]) -> dict[str, Any]:
-    """Return the counts of all ranks, or an error if their first batches differ."""
+    """Return all ranks' counts, or an error if they started at different batches."""
     if len({tuple(position) for _, position, _ in published}) > 1:
         text = "; ".join(
             f"rank {rank} is at batch {batch} of epoch {epoch}"
@@ -314,7 +314,7 @@ def _result(published: Sequence[Any]) -> dict[str, Any]:
 
 
 def _end(reference: "weakref.ref[EpochEndRounds]") -> None:
-    """End the threads at Python's exit; running threads keep the rounds alive."""
+    """End the threads of rounds that still exist at Python's exit."""
     if (rounds := reference()) is not None:
         rounds.close()
         rounds.join()

@@ -61,7 +61,7 @@ class Reading:
 
 
 class OpenBlock(NamedTuple):
-    """A block with samples that were not passed on yet."""
+    """The record of a block that has samples not passed on yet."""
 
     before: State
     length: int
@@ -72,9 +72,9 @@ class Cursor:
     """The base of sources and steps, which return samples in blocks.
 
     A subclass implements ``_make``, which returns the next samples, and
-    ``_make_state``, which returns a state to make them again. It uses only its own
-    entries of a state. The next step calls ``pull``. If it combines inputs, and passes
-    samples on later, it calls their ``fill`` and ``take``, and then ``pass_on``.
+    ``_make_state``, which returns a state to make them again. A cursor uses only its
+    own entries of a state. The next step calls ``pull``. A step that combines inputs
+    and passes samples on later calls ``fill`` and ``take``, and then ``pass_on``.
     """
 
     overshoots = False  # whether `_make` may return more samples than its limit
@@ -101,7 +101,7 @@ class Cursor:
         raise NotImplementedError
 
     def _make_state(self) -> State:
-        """Return a JSON-ready state from which ``_make`` returns the same block."""
+        """Return a JSON-ready state from which ``_make`` can repeat its next block."""
         raise NotImplementedError
 
     def _state_after(self, before: State, details: Any, count: int) -> State:
@@ -114,7 +114,7 @@ class Cursor:
         """Release open resources. Called when ``_make`` is not running."""
 
     def passes(self) -> int | None:
-        """Return the current pass number of an endless ``repeat``; None without one."""
+        """Return the pass number of an endless ``repeat``, or None if there is none."""
         return None
 
     async def pull(self, limit: int) -> Block:
@@ -143,7 +143,7 @@ class Cursor:
         await self._close()
 
     async def fill(self, limit: int) -> bool:
-        """Read about ``limit`` more samples for ``take``; return whether it got any."""
+        """Read about ``limit`` more samples for ``take``; return whether any came."""
         if (state := self._loaded) is not None:
             await self._replay(state["taken"], state.get("failed"))
             self._loaded = None
@@ -167,7 +167,7 @@ class Cursor:
         return whole[start:] if start else whole
 
     def take_blocks(self, size: int, most: int) -> list[Block]:
-        """Return up to ``most`` blocks of ``size`` ready samples before any failure."""
+        """Return up to ``most`` blocks of ``size``; stop before a failed sample."""
         blocks, start = list[Block](), len(self._block) - self.ready
         for number in range(min(self.ready // size, most)):
             first = start + number * size
@@ -247,9 +247,9 @@ def check_replayed(
 ) -> None:
     """Raise a ShardChangedError unless the same samples are unreadable as before.
 
-    An unreadable shard counts as one failed sample. If it can be read now, or another
-    cannot, later samples shift, and the wrong ones would be dropped. ``block``: the
-    samples from position ``start`` on, of ``count``; empty at the end. ``failed``: the
+    An unreadable shard counts as one sample. If that shard can be read now, or another
+    cannot, later samples shift, and the wrong ones would be dropped. ``block`` has the
+    samples from position ``start`` of ``count`` on; at the end it is empty. ``failed``:
     positions that were unreadable when the state was saved; None skips the check.
     """
     if failed is None:
@@ -317,7 +317,7 @@ def fitted(state: State, description: Description, *, strict: bool) -> State:
 
 
 def _without_stamps(state: Any) -> Any:
-    """Return a state without version stamps, so that it fits other versions."""
+    """Return a state without version stamps, so that other shard versions fit."""
     if isinstance(state, list):
         return [*map(_without_stamps, state)]
     if not isinstance(state, dict):

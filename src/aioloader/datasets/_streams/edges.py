@@ -7,7 +7,7 @@ where the last one ends. There are two kinds of files:
   Megatron-Energon and NeMo write them. It does not record the shard's version.
 - A pack is one file for all shards. It starts with ``aioidx``, a version, and the
   length of a header. The header is JSON (names, counts, sizes, entity tags and times of
-  shards), padded to a multiple of 8. All offsets follow, of 32 bits if all fit, or 64.
+  shards), padded to a multiple of 8. All offsets follow, as 32-bit or 64-bit numbers.
 """
 
 import array
@@ -52,7 +52,7 @@ class Edges:
         counts: The number of samples of each shard.
         offsets: For each shard, the starts of its samples and the end of the last one.
         versions: Each shard's version when it was indexed; empty if any is unknown.
-        mapped: The first three arguments of ``map_edges`` if it made this object.
+        mapped: Arguments ``path``, ``base`` and ``width`` of ``map_edges``, or None.
     """
 
     trailer_bytes = 512  # to check after a shard's last sample
@@ -161,7 +161,7 @@ def fits(end: int, size: int) -> bool:
 
 
 def check_end(location: str, end: int, size: int, rest: bytes = b"") -> None:
-    """Raise a ShardChangedError unless ``size`` fits ``end`` and ``rest`` is zeros."""
+    """Check, unless ``end`` is 0, that ``size`` fits ``end`` and ``rest`` is zeros."""
     if not end:
         return
     if not fits(end, size) or rest.strip(b"\0"):

@@ -97,8 +97,8 @@ async def cut_shards(
 ) -> list[ShardPart]:
     """Cut shards into ``count`` parts, in order; the largest shards are cut first.
 
-    The parts depend only on the shards' sizes and contents, so all ranks get the same
-    ones. Raise a ValueError if the shards cannot be cut into enough parts.
+    The parts depend only on the shards' sizes and contents, so they are the same on all
+    ranks. Raise a ValueError if the shards cannot be cut into enough parts.
     """
     versions = await each(partial(_version, storage), shards)
     counts = shares([version.size for version in versions], count)
@@ -150,7 +150,7 @@ def checksum_of(parts: Sequence[ShardPart]) -> str:
 
 
 def shares(sizes: Sequence[int], count: int) -> list[int]:
-    """Return how many parts each shard is cut into; the largest are divided first."""
+    """Return how many parts to cut each shard into; larger shards get more parts."""
     parts = [1] * len(sizes)
     heap = [(-size, shard) for shard, size in enumerate(sizes)]
     heapify(heap)
@@ -164,7 +164,7 @@ def shares(sizes: Sequence[int], count: int) -> list[int]:
 async def at_line_ends(
     storage: Storage, address: Address, size: int, count: int
 ) -> Sequence[int]:
-    """Return line starts that cut a file into ``count`` parts of similar size."""
+    """Return line starts that cut a file into up to ``count`` parts of similar size."""
     even = [size * number // count for number in range(1, count)]
     starts = await each(lambda cut: _next_line(storage, address, cut, size), even)
     cuts = sorted({start for start in starts if 0 < start < size})
@@ -208,7 +208,7 @@ class ByteFeed(io.RawIOBase):
     is the raw file under a ``ShardFile``'s buffer, and waits for pieces itself.
 
     Attributes:
-        url: Redacted address of the shard, for samples and errors.
+        url: Redacted address of the shard, for samples and errors; also ``name``.
         is_part: Whether the bytes end before the shard does, between two samples.
         want: Most samples to yield at once.
         left: Bytes to read until a block of a user's generator is full.
@@ -295,7 +295,7 @@ class ByteFeed(io.RawIOBase):
 class ShardFile(io.BufferedReader):
     """A shard as a blocking, forward-only binary file, for a user's generator.
 
-    It has ``read``, ``readinto``, ``readline``, ``peek``, ``seek`` and ``readexactly``.
+    It has the methods of ``io.BufferedReader``, such as ``peek``, and ``readexactly``.
     """
 
     def readexactly(self, n: int, /) -> bytes:
@@ -323,7 +323,7 @@ Steps: TypeAlias = Generator[tuple[list[Any], Any] | None, None, None]
 
 
 class ByteFormatSpec(NamedTuple):
-    """How the bytes of a format's shards become samples."""
+    """The specification of how the bytes of a format's shards become samples."""
 
     steps: Callable[[ByteFeed], Steps]  # returns the generator of blocks
     is_quick: bool = False  # whether a small piece takes less time than a thread costs
@@ -350,7 +350,7 @@ def spec_of(make: SpecOrGenerator) -> ByteFormatSpec:
 
 
 def _takes_file(make: Callable[..., Any]) -> bool:
-    """Tell whether a function can be called with one argument."""
+    """Tell whether a function can be called with one argument; True if unknown."""
     try:
         inspect.signature(make).bind(None)
     except TypeError:
@@ -429,12 +429,12 @@ def sample_of(spec: ByteFormatSpec, url: str, start: int, data: memoryview) -> A
 def scanned(
     spec: ByteFormatSpec, url: str, read: Callable[[], Buffer]
 ) -> "array.array[int]":
-    """Read a whole shard; return the offsets of its samples. Runs in a thread.
+    """Read a shard; return its samples' start offsets and the last one's end. Blocks.
 
-    Failed samples have offsets, too. ``read`` returns the shard's next piece.
+    Failed samples also have offsets. ``read`` returns the shard's next piece.
 
     Raises:
-        DatasetError: If the shard is damaged, and the samples after that are lost.
+        DatasetError: If the shard is damaged, so that its later samples are lost.
     """
     feed = ByteFeed(url, 0)
     feed.wait = read
@@ -514,7 +514,7 @@ class ByteReader(BlockReader):
         """Make blocks on the loop, from bytes already fetched or in the page cache.
 
         Return None if a thread must make them. Once samples are large, or a file's
-        bytes are not cached, threads make all later blocks. Other tasks get a turn.
+        bytes are not cached, threads make all later blocks. Let other tasks run first.
         """
         source = self._source
         read: Callable[[], Buffer | None] = self._take_piece
@@ -587,7 +587,7 @@ class ByteReader(BlockReader):
     ) -> Iterator[tuple[Any, list[Any]]]:
         """Yield each block with the mark before it, until ``read`` returns None.
 
-        Stop earlier after ``size`` bytes, a full block, or ``seconds`` of CPU time.
+        Also stop at the end, or after a full block, ``size`` bytes or CPU ``seconds``.
         """
         feed, count, limit = self._feed, 0, self._limit
         stop = time.thread_time() + seconds
@@ -619,7 +619,7 @@ class ByteReader(BlockReader):
                     return
 
     def _unpacked(self, read: Callable[[], Buffer | None]) -> Buffer | None:
-        """Return the next decompressed piece; None if ``read`` returns None."""
+        """Return the next decompressed piece, or None if ``read`` returns None."""
         assert self._unpacking is not None
         packed: Buffer | None = None
         try:
@@ -633,7 +633,7 @@ class ByteReader(BlockReader):
 
 
 class ByteFormat(ShardFormat):
-    """Byte shards at ``addresses``, which may be patterns; ``cuts`` may cut shards."""
+    """A format of byte shards at ``addresses`` (or patterns); ``cuts`` may cut them."""
 
     def __init__(
         self,
@@ -681,9 +681,9 @@ class ByteFormat(ShardFormat):
         return address
 
     def spec(self, shard: Any) -> ByteFormatSpec:  # noqa: ARG002  (the same for all)
-        """Return how the bytes of a shard become samples."""
+        """Return the specification of how the bytes of a shard become samples."""
         return self._spec
 
     async def offsets(self, shard: Any) -> Offsets | None:
-        """Return the offsets from a shard's ``.idx`` file; None if it is missing."""
+        """Return the offsets from a shard's ``.idx`` file; None if there is no file."""
         return await read_index(self.storage, shard)

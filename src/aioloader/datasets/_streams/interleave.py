@@ -48,11 +48,11 @@ _LOOP_ROWS = 256
 class ShardSequence(Cursor):
     """The samples of several shards, one shard after another.
 
-    ``indices`` selects them from ``shards``, of which there may be millions. A state
+    ``indices`` selects the shards from ``shards``, which may contain millions. A state
     contains a shard's number, a position in that shard, and how many samples after the
     position were passed on. In an SQL table, the position names the last row passed on,
-    because rows may be inserted or deleted. With a ``summary``, the sequence is its
-    reader's only one, and its state has the form of an ``Interleaved``.
+    because rows may be inserted or deleted. If the sequence is its reader's only one,
+    it has a ``summary``, and its state has the form of an ``Interleaved`` state.
     """
 
     overshoots = True
@@ -86,7 +86,7 @@ class ShardSequence(Cursor):
             self._reader.begin()
 
     async def _make(self, limit: int) -> Block:
-        """Return a shard's next samples, or a failed sample for an unreadable rest."""
+        """Return a shard's next samples, or a failed sample if none can be read."""
         while self._number < len(self._indices):
             reader = self._reader
             if reader is None:
@@ -120,7 +120,7 @@ class ShardSequence(Cursor):
         return {"shard": self._number, "at": position, "taken": self._skip}
 
     def state(self) -> State:
-        """Return the position, with a summary in the form of an ``Interleaved``."""
+        """Return the position, as an ``Interleaved`` state if there is a summary."""
         state = super().state()
         if self._summary is None:
             return state
@@ -209,7 +209,7 @@ class Interleaver(Cursor):
     """The base of cursors that interleave the samples of several inputs they own.
 
     ``own``: this cursor's entries of the state, which decide the next input. ``key``:
-    the entry of the inputs' states. A block's details are its samples' input numbers.
+    the inputs' entry in states. A block's details are its samples' input numbers.
     """
 
     overshoots = True
@@ -226,11 +226,11 @@ class Interleaver(Cursor):
         return min((number for number in passes if number is not None), default=None)
 
     async def _order(self, limit: int) -> IntegerArray:
-        """Fill inputs; return the input number of each next sample, none at the end."""
+        """Fill inputs; return the next samples' input numbers (empty at the end)."""
         raise NotImplementedError
 
     def _merged(self, order: IntegerArray, blocks: Sequence[Block]) -> Block:
-        """Return the samples in ``order``, from one block per input, ascending."""
+        """Merge ``blocks`` (one per input used, ascending) into one in ``order``."""
         raise NotImplementedError
 
     async def _make(self, limit: int) -> Block:
@@ -332,7 +332,7 @@ class Interleaved(Interleaver):
 
 
 class AsTheyCome(Interleaved):
-    """Sequences of shards, in order of arrival; faster if connections differ."""
+    """Sequences of shards whose samples are used as they arrive, not round-robin."""
 
     def __init__(
         self, sequences: Sequence[ShardSequence], state: State, summary: State

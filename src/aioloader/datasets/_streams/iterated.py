@@ -1,7 +1,7 @@
 """The base of all streams, with iteration, sharding among ranks, and positions.
 
-Cancelling a step of an iteration loses nothing. The step's read continues in a separate
-task, and the next step gets the result.
+Cancelling ``anext`` of an iterator loses no samples. The read continues in a separate
+task, and the next ``anext`` gets its result.
 """
 
 import asyncio
@@ -115,7 +115,7 @@ class Iterated(Dataset[Sample_co], OwnStream):
             rank: The number of the rank.
             world_size: The number of ranks.
             has_peers: Whether other processes read the same part, as tensor-parallel
-                ones do. They agree on the shards even if there is only one rank.
+                ones do. Such processes agree on shards even if there is only one rank.
 
         Raises:
             ValueError: If ``rank`` is not in ``range(world_size)``.
@@ -129,10 +129,10 @@ class Iterated(Dataset[Sample_co], OwnStream):
         """Let the ranks agree through a store of ``torch.distributed``.
 
         The first rank to arrive stores what it found (names, or the keys where a table
-        is cut). Other ranks adopt this or raise an error, so no samples are lost or
-        duplicated if the list changes. No rank waits for another. With the loader's
-        ``tail`` they also agree on the end of an epoch of unknown length. Processes
-        that read the same part, as tensor-parallel ones do, agree like ranks.
+        is cut). Other ranks use this as well, or raise an error, so no samples are
+        lost or duplicated if the list changes. No rank waits for another here. With the
+        loader's ``tail``, ranks also agree on the end of an epoch of unknown length.
+        Processes that read the same part, as tensor-parallel ones do, agree like ranks.
 
         Args:
             store: Shared by all ranks, and used by this run alone: a ``TCPStore`` or a
@@ -145,17 +145,17 @@ class Iterated(Dataset[Sample_co], OwnStream):
     def readers(self, count: int) -> Self:
         """Fix the number of readers, so that the order fits any number of ranks.
 
-        Readers take turns, sample by sample, and ranks share them. The ``k``-th batches
-        of all ranks together have the same samples for any number of ranks, if their
-        total size is the same. A reader that ends early leaves its turns empty.
-        By default each rank (each worker, with ``fetch="workers"``) is one reader, so
-        the order depends on their number.
+        Readers take turns, sample by sample, and ranks share the readers. The ``k``-th
+        batches of all ranks together have the same samples for any number of ranks, if
+        the batches' total size is the same. A reader that ends early leaves its turns
+        empty. By default each rank (each worker, with ``fetch="workers"``) is one
+        reader, so the order depends on the number of ranks (or workers).
 
         Each reader has separate slots, steps and ``shuffle`` windows, and reads an
         iterable from its start; all readers of a rank share ``max_bytes``. There must
         be at least as many shards as readers. ``count`` should be a multiple of all
-        planned numbers of ranks (24 for 1, 2, 3, 4, 6, 8 and 12): otherwise some ranks
-        read some readers more than once, with a warning.
+        planned numbers of ranks (24 for 1, 2, 3, 4, 6, 8 and 12): otherwise several
+        ranks read the same reader, and a warning says so.
 
         Raises:
             ValueError: If ``count`` is below 1.
@@ -171,8 +171,8 @@ class Iterated(Dataset[Sample_co], OwnStream):
 
         It contains everything that determines the samples and their order: ``"kind"``,
         parameters, and ``"of"``, the previous step's description. It omits the shard
-        names (which the state itself has), the data's location, credentials, caches and
-        read-ahead. Different function names (``"function"``) only cause a warning.
+        names (summarised in the state itself), the data's location, credentials, caches
+        and read-ahead. Different function names (``"function"``) only cause a warning.
         """
         return {"kind": type(self).__name__}
 
@@ -189,14 +189,14 @@ class Iterated(Dataset[Sample_co], OwnStream):
         return len(self.sources) > 1 or any(up.is_mixed() for up in self.sources)
 
     def places(self) -> list[str]:
-        """Return labels of the sources, which distinguish equal descriptions."""
+        """Return labels of the sources, which tell equally described streams apart."""
         return [place for source in self.sources for place in source.places()]
 
     def evened(self, tail: Tail, *, is_skipped: bool = False) -> Self:  # noqa: ARG002
-        """Return a copy of the stream with equal parts for all ranks.
+        """Return a copy of the stream that evens the ranks' parts as ``tail`` says.
 
-        If the length is known, the sources are evened, too. Their failed samples count
-        as samples, because this stream may fail after them.
+        If the length is known, the sources are evened in the same way. Failed samples
+        of sources count as samples, because later steps of the stream may also fail.
         """
         is_known = self.total() is not None
         inner: Tail = tail if is_known else "uneven"
@@ -403,7 +403,7 @@ class StreamIterator(BlockIterator, Generic[Sample_co]):
         stream continues after it. Once cancelled, the iterator can only be closed.
 
         Raises:
-            StopAsyncIteration: At the end, unless ``fills`` and ``limit`` is not None.
+            StopAsyncIteration: At the end, if ``limit`` is None or ``fills`` is false.
         """
         block: Block | None = None
         if not self._is_closed:
@@ -461,7 +461,7 @@ class StreamIterator(BlockIterator, Generic[Sample_co]):
         return sealed(self.position())
 
     def position(self) -> State:
-        """Return ``state_dict`` without the checksum, which takes longer to compute."""
+        """Return what ``state_dict`` does, but without the checksum, to save time."""
         if self._reading is not None or self._is_closed:
             return self._state
         if self._mark is None:

@@ -2,7 +2,7 @@
 
 A strategy of ``pack`` is a cursor that plans rows of document pieces, and keeps the
 position. ``Packed`` makes the arrays of many rows at once. Memory holds a block of
-rows, and the open row and one read (``concat``) or two windows (``best_fit``).
+rows; ``concat`` adds the open row and a block of documents, ``best_fit`` two windows.
 """
 
 import inspect
@@ -57,7 +57,7 @@ class Document(NamedTuple):
     def framed(self, bos: int | None, eos: int | None) -> "Document":
         """Return the document after ``bos`` and before ``eos``, unless these are None.
 
-        ``bos`` is never predicted; ``eos`` is predicted if the last token is.
+        ``bos`` is never predicted. ``eos`` is masked like the document's last token.
         """
         first, size = int(bos is not None), len(self.tokens)
         stop = first + size
@@ -79,7 +79,7 @@ NOTHING = Document(np.empty(0, np.int64))
 
 
 def document_of(sample: Any) -> Document:
-    """Convert a sample, integers or a mapping with ``input_ids``, to a document."""
+    """Convert a sample (integers, or a mapping with ``input_ids``) to a document."""
     mask = None
     if isinstance(sample, Mapping):
         if "input_ids" not in sample:
@@ -101,7 +101,7 @@ def document_of(sample: Any) -> Document:
 
 
 def _array(values: Any, kinds: str, name: str) -> Array:
-    """Return values as a 1-D array; raise an error for a dtype not in ``kinds``."""
+    """Return values as a 1-D array, whose dtype must be of one of the ``kinds``."""
     try:
         array = np.asarray(values)
     except (ValueError, RuntimeError) as error:
@@ -282,8 +282,8 @@ class Concatenated(Step):
 
     The state holds the position of the document in which the next row starts, and the
     row's ``offset`` in it. ``failed`` lists documents, numbered from that one, whose
-    errors were passed on; if read again, they are skipped. ``lost`` lists those of
-    them that could not be read; resuming raises an error if they can be read now.
+    errors were passed on; if read again, they are skipped. ``lost`` lists the failed
+    documents that could not be read; resuming raises an error if they can be read now.
     """
 
     kind = "pack"
@@ -377,14 +377,14 @@ class Concatenated(Step):
         return progress
 
     def _count_to_read(self, limit: int) -> int:
-        """Return how many documents to read for ``limit`` rows of mean length."""
+        """Return how many documents of mean length to read for ``limit`` rows."""
         if not self._tokens:
             return min(limit, _MAX_DOCUMENTS)
         tokens = (limit - 1) * self.length + self._room  # to fill the rows
         return min(1 + tokens * self._read // self._tokens, _MAX_DOCUMENTS)
 
     def _check(self, block: Block) -> None:
-        """Check that the unreadable documents are the same as at the save."""
+        """Check that the same documents are unreadable as when the state was saved."""
         if self._read < self._num_known:
             check_replayed(block, self._read, self._num_known, self._lost)
 
@@ -582,9 +582,9 @@ class Unbatched(Step):
         return self._loaded or self._state_after(self._make_state(), (), self._passed)
 
     async def _replay(self, count: int, failed: list[int] | None) -> None:
-        """Drop the first sample's items passed on before; it may have fewer items now.
+        """Drop the first sample's items passed on before; there may be fewer now.
 
-        If the sample fails now, its error is new, because an error ends a sample.
+        Keep an error: it was not passed on before, because an error ends its sample.
         """
         if not await self._refill(1):
             check_replayed([], 0, count, failed)
@@ -610,7 +610,7 @@ class Unbatched(Step):
 
 
 def _iterated(sample: Any) -> Iterator[Any]:
-    """Return an iterator over a sample's items; raise a TypeError if it has none."""
+    """Return an iterator over a sample; raise a TypeError if it cannot be split."""
     kind = type(sample)
     has_items = hasattr(kind, "__iter__") or hasattr(kind, "__getitem__")
     if not has_items or issubclass(kind, (str, bytes, bytearray, Mapping)):

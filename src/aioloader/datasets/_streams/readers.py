@@ -2,7 +2,7 @@
 
 A reader that has ended leaves its turns empty, so the same samples are at the same
 positions for any number of ranks. A reader's state is at or before the first sample
-that not all ranks have delivered: resuming drops the delivered samples after it.
+that some rank has not delivered; resuming drops the samples delivered since that state.
 """
 
 import asyncio
@@ -31,9 +31,9 @@ _MAX_SAMPLES = 2048
 class OneReader:
     """A rank's only reader; the rank takes all of its samples.
 
-    ``position``: how many samples were taken, except failed ones if it ``leaves_out``.
+    ``position`` counts the samples taken, without failed ones if ``leaves_out`` is set.
     ``ahead``: how many samples ``one`` may read at once. ``known``: the reader's state;
-    the samples between it and number ``wanted`` were already delivered.
+    the samples from that state up to number ``wanted`` were already delivered.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class OneReader:
         return self._cursor.ready >= count and not self._to_drop
 
     def take(self, size: int, most: int) -> list[Block]:
-        """Return up to ``most`` blocks of ``size`` ready samples before any failure."""
+        """Return up to ``most`` blocks of ``size``; stop before a failed sample."""
         blocks = self._cursor.take_blocks(size, most)
         self._taken += size * len(blocks)
         self.position += size * len(blocks)
@@ -85,7 +85,7 @@ class OneReader:
         return self.take_one()
 
     async def _fill(self, limit: int, more: int) -> None:
-        """Read up to ``limit`` samples, and up to ``more`` if samples come quickly."""
+        """Read about ``limit`` samples, plus up to ``more`` if reads were quick."""
         began = time.perf_counter()
         await self._settle()
         ask = max(limit, min(self._ask, limit + more))
@@ -148,10 +148,10 @@ class OneReader:
 
 
 class Reader:
-    """One of several readers: this rank takes every ``stride``-th of its samples.
+    """One of a rank's several readers; the rank takes every ``stride``-th sample.
 
-    The first is number ``wanted``. ``known`` is the state to start from. ``cursor`` is
-    None if the reader had ended then. After its end, only ``ready`` samples remain.
+    ``wanted`` is the number of the first sample to take, and ``known`` is the state to
+    start from. ``cursor`` is None if the reader has ended in that state.
     """
 
     def __init__(
@@ -195,7 +195,7 @@ class Reader:
         return passed
 
     def state(self, delivered: int) -> State:
-        """Return a state at or before the first sample that not all ranks delivered."""
+        """Return a state at or before the first sample that a rank did not deliver."""
         is_fresh = self._read == self._known["taken"] and not self.has_ended
         if self.cursor is None or is_fresh:
             return self._known
@@ -230,7 +230,7 @@ class ReadersInTurn:
         self._before: list[int] = [0]  # samples before each position of a round
 
     def _take(self, limit: int) -> Block | None:
-        """Return the samples at up to ``limit`` positions; None if none is left."""
+        """Return samples at up to ``limit`` positions; None if the block is used up."""
         start = self._passed
         if start >= self._length:
             return None

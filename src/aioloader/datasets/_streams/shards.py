@@ -54,16 +54,16 @@ class ShardReader(abc.ABC):
     def positions(self) -> Callable[[int], ShardPosition] | None:
         """Return a function from ``n`` to the position after a block's ``n``-th sample.
 
-        The block is the last one that ``pull`` returned. Without it, a state counts
-        samples from the position before a block, so a shard's samples must not change.
+        The block is the last one that ``pull`` returned. With a result of None, a state
+        counts samples from before a block, so the shard's samples must not change.
         """
         return None
 
     def version(self) -> tuple[str, Version] | None:
-        """Return the shard's redacted address and version; None if not known (yet).
+        """Return the shard's redacted address and version, or None if unknown.
 
-        A state includes a known version. ``open`` gets it in the position, to check
-        that the shard is the same.
+        A state includes a known version. ``open`` gets the version in the position, to
+        check that the shard is the same.
         """
         return None
 
@@ -71,9 +71,9 @@ class ShardReader(abc.ABC):
         """Return how many bytes were requested and not yet pulled.
 
         Small shards are opened in advance while these bytes fit in half of the budget.
-        It is None until the shard's size is known; up to an eighth of the budget
-        (``START_DIVISOR``) may then be requested before the first pull. It is infinite
-        if the size is never known; then no shard is opened in advance after this one.
+        Return None until the shard's size is known; the reader may then request up to
+        an eighth of the budget (``START_DIVISOR``) before the first pull. Return
+        infinity if the size stays unknown; later shards are then not opened in advance.
         """
         return math.inf
 
@@ -86,7 +86,7 @@ class ShardReader(abc.ABC):
 
 
 class ShardFormat(abc.ABC, Generic[Shard]):
-    """How the shards of one dataset are listed and opened.
+    """An interface to list and open the shards of one dataset.
 
     Only ``shards``, ``summary`` and ``open`` have no default.
 
@@ -112,8 +112,8 @@ class ShardFormat(abc.ABC, Generic[Shard]):
     def summary(self, shards: Sequence[Shard]) -> Summary:
         """Return a small JSON-serialisable summary of ``shards``, to keep in a state.
 
-        A state is loaded only if the shards found have an equal summary. It includes
-        ``"count"``, the number of shards.
+        A state is loaded only if the shards found have an equal summary. A summary
+        includes ``"count"``, the number of shards.
         """
 
     @abc.abstractmethod
@@ -146,7 +146,7 @@ class ShardFormat(abc.ABC, Generic[Shard]):
         what decides the cuts.
 
         Raises:
-            ValueError: If there would be fewer parts; the message says what to do.
+            ValueError: If ``count`` parts are impossible; the message says what to do.
         """
         return shards
 
@@ -158,12 +158,12 @@ class ShardFormat(abc.ABC, Generic[Shard]):
     ) -> Sequence[int] | None:
         """Return the lengths of the shards, all in one unit; None if any is unknown.
 
-        They equalise readers' shares. With ``must``, ask the store for unknown ones.
+        Lengths equalise readers' shares. With ``must``, ask the store for unknown ones.
         """
         return None
 
     def open_together(self, shards: Sequence[Shard], budget: int) -> list[ShardReader]:  # noqa: ARG002
-        """Start readers of the first few ``shards``, and return them; by default none.
+        """Start and return readers of the first few ``shards``; by default of none.
 
         This is for small shards that can be read together. The readers together may
         read ``budget`` bytes ahead of the pulls.
@@ -172,7 +172,7 @@ class ShardFormat(abc.ABC, Generic[Shard]):
 
 
 def summary_of(addresses: Iterable[Address]) -> Summary:
-    """Return a summary with the number of shards, and a digest of ``names_of``."""
+    """Return a summary with the number of shards and a digest of their names."""
     names = names_of(addresses)
     digest = blake2b(digest_size=8)
     # In parts, so that other threads get a turn.
@@ -256,7 +256,7 @@ class BlockReader(ShardReader):
         return made
 
     def own_thread(self) -> ThreadPoolExecutor:
-        """Return the reader's own thread; unlike the loop's threads, it may block."""
+        """Return an executor of the reader's own thread, which may block for long."""
         self.thread = self.thread or ThreadPoolExecutor(1, "aioloader")
         return self.thread
 

@@ -81,7 +81,7 @@ class Step(Cursor):
         return self.upstream.passes()
 
     def _made_nothing(self, since: int | None) -> int | None:
-        """Return ``since``, the first empty pass; if it is None, the current pass.
+        """Return the first empty pass: ``since``, or the current pass if that is None.
 
         Called after a read that made no sample. Several whole passes without samples
         are an error: the stream would never end, and other ranks would wait.
@@ -113,7 +113,7 @@ class Mapped(Step):
         return self._call(self.function, block)
 
     def _call(self, function: Callable[[Any], Any], block: Block) -> list[Any]:
-        """Apply a function to each sample; an error makes it a ``FailedSample``."""
+        """Apply a function to each sample; turn each error into a ``FailedSample``."""
         made: list[Any] = []
         for sample in block:
             try:
@@ -132,7 +132,7 @@ class Mapped(Step):
 
 
 class Decoded(Mapped):
-    """The step ``decode``, in which threads share each block's CPU work, in order."""
+    """The step ``decode``, in which threads share each block; results keep order."""
 
     kind = "decode"
 
@@ -326,8 +326,8 @@ class Taken(Step):
 class Skipped(Step):
     """The step ``skip``, which drops the first samples and passes on the rest.
 
-    Unreadable samples among the first are passed on. One may be a whole shard, so that
-    samples of other shards were dropped instead.
+    Unreadable samples among the first are passed on. A whole unreadable shard counts as
+    one sample, so more samples of later shards are dropped.
     """
 
     kind = "skip"
@@ -388,9 +388,9 @@ class Windowed(Step):
     """The base of steps that make one block from each window of ``size`` samples.
 
     The stream is cut into windows, so that the state is a position, not a buffer. A
-    window's unreadable samples come first in its block. So once any sample was passed
-    on, the next step can check that the same samples fail if the block is made again.
-    Memory holds two windows: one is passed on while the next one is read.
+    window's unreadable samples come first in its block. So if a load makes the block
+    again, and drops samples, it can check that the same samples are still unreadable.
+    Memory holds two windows: one is passed on while the next window is read.
     """
 
     overshoots = prefetches = True
@@ -413,7 +413,7 @@ class Windowed(Step):
             since = self._made_nothing(since)
 
     async def _window(self) -> tuple[list[Block], list[FailedSample], int]:
-        """Return a window's readable samples, unreadable samples, and total number."""
+        """Return a window's readable and unreadable samples, and their total number."""
         parts: list[Block] = []
         count, lost = 0, list[FailedSample]()
         while count < self.size:
@@ -524,9 +524,9 @@ class EpochPart(Step):
     """The step ``epoch_length``, which cuts a reader's part of an epoch from a stream.
 
     The first ``real`` of the ``count`` samples are not padding; the next epoch starts
-    after these. If it ``leaves_out`` failed samples, others replace them. If readers
-    take turns, a failed sample comes with its substitute (``FailedSample.then``), so
-    every count of samples, even ``taken``, is a count of positions.
+    after the real ones. With ``leaves_out``, other samples replace failed ones. If
+    readers take turns, a failed sample comes with its substitute, in ``then``, so every
+    count of samples, even ``taken``, is a count of positions.
     """
 
     kind = "epoch_length"

@@ -68,7 +68,7 @@ def make_sink(
 def threaded(method: Callable[..., T]) -> Callable[..., Coroutine[Any, Any, T]]:
     """Make a method run in a thread; a cancelled caller waits until the method ends.
 
-    An OSError without a file name, as for a full disk, gets the sink's label.
+    An OSError without a file name, as for a full disk, gets the sink's label instead.
     """
 
     @functools.wraps(method)
@@ -111,7 +111,7 @@ class FolderSink:
 
     @threaded
     def read(self, file: str) -> bytes | None:
-        """Return the contents of a small file; None if it is missing or empty."""
+        """Return the contents of a small file, or None for a missing or empty file."""
         return _contents(self._folder / file) or None  # ``swap`` may make it empty
 
     @threaded
@@ -122,7 +122,7 @@ class FolderSink:
 
     @threaded
     def swap(self, file: str, before: bytes | None, data: bytes) -> bool:
-        """Replace a small file if it contains ``before``; return whether it did.
+        """Replace a small file if it contains ``before``; otherwise return False.
 
         If the file system has locks, only one of several concurrent writers succeeds.
         """
@@ -237,7 +237,7 @@ class StoreSink:
         return (await self._version(file))[0]
 
     async def _version(self, file: str) -> tuple[bytes | None, Any]:
-        """Return a small object, and the write mode that replaces only its version."""
+        """Return a file's data or None, and the mode to replace only that version."""
         get = functools.partial(import_obstore().get_async, path=file)
         try:
             got = await self._request("read", file, get)
@@ -252,7 +252,7 @@ class StoreSink:
         await self._request("write", file, lambda store: put(store, file, data))
 
     async def swap(self, file: str, before: bytes | None, data: bytes) -> bool:
-        """Swap as ``FolderSink`` does; atomic if the store has conditional writes."""
+        """Do as ``FolderSink.swap``, atomically if the store has conditional writes."""
         current, mode = await self._version(file)
         if current != before:
             return False
@@ -342,7 +342,7 @@ class FileSink:
 
     @threaded
     def open(self) -> tuple[bytes | None, bool]:
-        """Return an earlier writer's sidecar or None, and whether it had finished."""
+        """Return the earlier sidecar or None, and whether the file is finished."""
         if self._path.is_dir():
             raise StateMismatchError(
                 f"{self.label!r} is a directory: name a file in it, such as "
@@ -367,7 +367,7 @@ class FileSink:
 
     @threaded
     def begin(self, num_bytes: int, documents: int) -> bool:
-        """Truncate both files, or empty them and return False if one is too short."""
+        """Truncate both files; if either is too short, empty both and return False."""
         files = [(self._tokens, num_bytes), (self._sizes, _SIZE_BYTES * documents)]
         is_there = all(file and file.seek(0, os.SEEK_END) >= n for file, n in files)
         for file, size in files:

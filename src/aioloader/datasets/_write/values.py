@@ -102,7 +102,7 @@ def _is_number(kind: Any) -> bool:
 
 
 def _to_list(value: Any, *, keeps: bool) -> Any:
-    """Convert a non-1-D array to lists or a scalar, of NumPy types if ``keeps``."""
+    """Convert an array, unless 1-D, to lists or a scalar; if ``keeps``, keep types."""
     if not isinstance(value, np.ndarray) or value.ndim == 1:
         return value
     if not keeps:
@@ -113,7 +113,7 @@ def _to_list(value: Any, *, keeps: bool) -> Any:
 def _first_unfit(
     make: Callable[[list[Any]], Any], values: list[Any]
 ) -> tuple[int, str]:
-    """Return the index of the first value that ``make`` refuses, and its message."""
+    """Return the index of the first value that ``make`` refuses, and the reason."""
 
     def why(count: int) -> str:
         try:
@@ -130,7 +130,7 @@ def _first_unfit(
 def _array(pa: Any, field: Any, values: list[Any], *, may_round: bool) -> Any:
     """Return a pyarrow array of exactly these values, of the field's type if given.
 
-    Check them, because pyarrow silently truncates 0.75 to int64, and drops fields.
+    Check the values, because pyarrow silently truncates 0.75 to int64 and drops fields.
     """
     kind: Any = None if field is None else field.type
     guess: Any = None
@@ -152,7 +152,7 @@ def _array(pa: Any, field: Any, values: list[Any], *, may_round: bool) -> Any:
 
 
 def _is_same(exact: Any, array: Any, *, may_round: bool) -> bool:
-    """Tell whether arrays certainly have the same values, without a Python loop."""
+    """Tell whether arrays surely agree; rounding is allowed if ``may_round``."""
     from pyarrow import compute, types  # noqa: PLC0415  (as in ``writers``)
 
     with contextlib.suppress(*_UNFIT):
@@ -168,7 +168,7 @@ def _is_same(exact: Any, array: Any, *, may_round: bool) -> bool:
 def _is_kept(value: Any, read: Any, *, may_round: bool) -> bool:
     """Tell whether a value is read back unchanged, perhaps as another type.
 
-    True for values that cannot be compared, such as an integer and a timestamp.
+    True also for values that cannot be compared, and for rounded ones if ``may_round``.
     """
     kept = partial(_is_kept, may_round=may_round)
     if isinstance(value, (np.ndarray, np.generic)):
