@@ -305,8 +305,8 @@ def batch_getter(dataset: object) -> Callable[[Any], Any] | None:
     """Return ``dataset.__getitems__`` if it can replace ``__getitem__``, or None.
 
     An inherited ``__getitems__`` ignores a subclass's own ``__getitem__``
-    (pytorch/pytorch#163184). So ``__getitems__`` counts only if it is defined in the
-    class that defines ``__getitem__``, or in a subclass of that class. For torch's
+    (pytorch/pytorch#163184). So ``__getitems__`` counts only if the class that
+    defines ``__getitem__``, or a subclass of that class, defines it. For torch's
     ``Subset``, the inner dataset decides. Other plain wrappers of async datasets
     (``StackDataset``) look into the samples, so their ``__getitems__`` is not used.
     """

@@ -364,7 +364,7 @@ class _Case:
     def _freed(self, lag: LoopLag, advised: Advice | None) -> Advice | None:
         """Return the advice to unblock the event loop; its speed-up is an upper bound.
 
-        Return None if the loop is not the limit, batches are few, or the gain is small.
+        Return None if the loop is not the limit, batches are few, or it saves little.
         """
         is_known = lag.culprit or lag.is_unseen
         if not is_known or lag.share < _LEAST_LAG or self.is_guess:
