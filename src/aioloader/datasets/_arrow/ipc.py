@@ -182,7 +182,7 @@ class ArrowFormat(TableFormat):
 
 
 def _footer_length(data: bytes, size: int, location: str) -> int:
-    """Return the length from the footer's start to the end; 0 if it may be a stream."""
+    """Return a file's length from its footer to its end; 0 if it may be a stream."""
     if not data.endswith(_MAGIC):
         return 0
     length = -1

@@ -38,7 +38,7 @@ class Ahead(enum.IntEnum):
     """How far a stream may be read ahead of the samples passed on.
 
     ``NEVER``: not at all, because a second read may return different samples.
-    ``QUICK``: only while samples come quickly. ``FREE``: without limit.
+    ``QUICK``: only in mixed streams. ``FREE``: always. Both only while reads are quick.
     """
 
     NEVER = 0
