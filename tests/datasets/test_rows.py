@@ -394,14 +394,14 @@ def test_large_batches_are_written_into_leased_memory() -> None:
     leased: list[int] = []
 
     class Pool(SlotPool):
-        def lease(self, nbytes: int) -> Any:
+        def allocate(self, nbytes: int) -> Any:
             leased.append(nbytes)
-            return super().lease(nbytes)
+            return super().allocate(nbytes)
 
     rows = Rows(pa.table({"x": np.arange(1 << 16), "small": np.zeros(1 << 16, "i1")}))
     twice = rows.joined([rows])
     assert twice is not None
-    batch, both = (collated(Pool().lease, Rows.collate, part) for part in (rows, twice))
+    batch, both = (collated(Pool().allocate, Rows.collate, x) for x in (rows, twice))
     assert leased == [1 << 19, 1 << 20]
     assert torch.equal(batch["x"], torch.arange(1 << 16))
     assert torch.equal(both["x"], torch.arange(1 << 16).repeat(2))

@@ -23,7 +23,7 @@ class Pair:
         ref, view = self.writer.take(nbytes)
         view[:nbytes] = value
         del view
-        return self.reader.lease(ref, nbytes)
+        return self.reader.view(ref, nbytes)
 
     def __enter__(self) -> Self:
         return self

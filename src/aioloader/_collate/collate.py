@@ -38,18 +38,18 @@ default_convert: Callable[[Any], Any] = torch_convert
 OURS: dict[Any, Any] = {}
 
 
-# Per thread, ``lease``: the allocator of the batch that is being collated.
+# Per thread, ``allocate``: the allocator of the batch that is being collated.
 _LENT = threading.local()
 
 
-def collated(lease: Allocator, collate_fn: Callable[[Any], Any], samples: Any) -> Any:
-    """Call ``collate_fn``, where ``default_collate`` may use ``lease``'s memory."""
-    before = getattr(_LENT, "lease", None)
-    _LENT.lease = lease
+def collated(memory: Allocator, collate_fn: Callable[[Any], Any], samples: Any) -> Any:
+    """Call ``collate_fn``, whose ``default_collate`` may use ``memory``."""
+    before = getattr(_LENT, "allocate", None)
+    _LENT.allocate = memory
     try:
         return collate_fn(samples)
     finally:
-        _LENT.lease = before
+        _LENT.allocate = before
 
 
 def default_collate(samples: Sequence[Any]) -> Any:
@@ -271,8 +271,8 @@ def _array(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]
 
 def _lent(nbytes: int) -> Any:
     """Return a lent buffer; None if ``nbytes`` is small, or no pipeline lends any."""
-    lease: Allocator | None = getattr(_LENT, "lease", None)
-    return None if nbytes < MIN_BYTES or lease is None else lease(nbytes)
+    allocate: Allocator | None = getattr(_LENT, "allocate", None)
+    return None if nbytes < MIN_BYTES or allocate is None else allocate(nbytes)
 
 
 @functools.cache

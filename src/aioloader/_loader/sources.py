@@ -331,7 +331,7 @@ def make_maker(options: Options, epoch: Epoch, live: LoaderResources) -> BatchMa
         policy=epoch.policy,
         epoch=epoch.number,
         retry=options.retry,
-        lease=live.slots.lease,
+        allocate=live.slots.allocate,
         loads=live.loads,
         around=_around(options),
         reseed=seed_batch if is_keyed and not num_workers else None,

@@ -129,7 +129,7 @@ class BatchMaker(Recipe):
     policy: FailurePolicy
     epoch: int = 0
     reads_whole: bool = field(init=False)  # as in ``HasEpoch``
-    lease: Allocator = field(default_factory=lambda: SlotPool().lease)  # of big batches
+    allocate: Allocator = field(default_factory=lambda: SlotPool().allocate)
     # Entered while plain code works on a task, to seed the generators.
     around: Callable[[BatchTask], AbstractContextManager[Any]] = nullcontext
     # Seeds the generators again, after user code has restored their states.
@@ -328,7 +328,7 @@ class BatchMaker(Recipe):
             return BatchResult(is_empty=True)
         try:
             argument = samples if self.batched else samples[0]
-            batch = collated(self.lease, self.collate_fn, argument)
+            batch = collated(self.allocate, self.collate_fn, argument)
             if isinstance(batch, types.CoroutineType):
                 refuse_coroutines(batch, "collate_fn")
         except BaseException as error:

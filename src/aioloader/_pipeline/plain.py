@@ -234,7 +234,7 @@ class PlainFeed(Feed):
                 samples = self._awaited(samples)
             stage, read = "collate", perf_counter()
             own = samples if self._batched else samples[0]
-            batch = collated(self._slots.lease, self._collate_fn, own)
+            batch = collated(self._slots.allocate, self._collate_fn, own)
             if isinstance(batch, types.CoroutineType):
                 refuse_coroutines(batch, "collate_fn")
         except BaseException as error:

@@ -226,7 +226,7 @@ class ArenaReader(_Side):
         self._pid = os.getpid()
         self.lent: set[int] = set()  # numbers of slots in use; for any thread
 
-    def lease(self, ref: SlotRef, nbytes: int) -> Slot:
+    def view(self, ref: SlotRef, nbytes: int) -> Slot:
         """Return a view of the first ``nbytes`` of a slot that the writer sent.
 
         The slot is freed with the last array, tensor or ``memoryview`` of these bytes.

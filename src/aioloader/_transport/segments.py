@@ -98,7 +98,7 @@ class Lender(Table):
     """The loader's side; it lends segments to one worker and reads batches in place.
 
     Only one thread may call ``lend``. Only one thread at a time may call ``arrive``
-    and ``lease``. Any thread may drop a batch. ``locker`` page-locks the segments.
+    and ``view``. Any thread may drop a batch. ``locker`` page-locks the segments.
     """
 
     def __init__(self, locker: Locker | None = None) -> None:
@@ -158,7 +158,7 @@ class Lender(Table):
                 if used > self._needed:
                     self._needed = max(used, int(_GROWTH * self._needed))
 
-    def lease(self, ref: SlotRef, nbytes: int) -> Slot:
+    def view(self, ref: SlotRef, nbytes: int) -> Slot:
         """Return a batch's first ``nbytes``, in place, or copied if it came by pipe."""
         if ref.number >= PIPED:
             return Slot((nbytes,), np.uint8, bytearray(self._piped[:nbytes]))

@@ -74,7 +74,7 @@ class SlotPool:
     locker: Locker | None = None  # page-locks new mappings, if set
     _free: dict[int, deque[LockableMap]] = field(default_factory=dict, init=False)
 
-    def lease(self, nbytes: int) -> Slot:
+    def allocate(self, nbytes: int) -> Slot:
         """Return ``nbytes`` of page-aligned memory, not zeroed, for one batch.
 
         The memory is in use while the slot, or any array, tensor or ``memoryview`` over

@@ -50,7 +50,7 @@ def open_request(maker: BatchMaker, request: PackedTask) -> BatchTask:
 
     If the dataset's ``set_epoch`` raises, the error becomes the task's result.
     """
-    epochs, *fields = decode(*copied(request, maker.lease))
+    epochs, *fields = decode(*copied(request, maker.allocate))
     task = BatchTask(*fields)
     try:
         maker.begin_epoch(*epochs)
@@ -59,16 +59,16 @@ def open_request(maker: BatchMaker, request: PackedTask) -> BatchTask:
     return task
 
 
-def copied(packed: PackedTask, lease: Allocator) -> PackedTask:
-    """Copy a pickle's buffers to writable memory; ``lease`` allocates large buffers."""
-    return packed[0], [_copied(buffer, lease) for buffer in packed[1]]
+def copied(packed: PackedTask, allocate: Allocator) -> PackedTask:
+    """Copy a pickle's buffers to writable memory; ``allocate`` gives large ones."""
+    return packed[0], [_copied(buffer, allocate) for buffer in packed[1]]
 
 
-def _copied(buffer: Any, lease: Allocator) -> Any:
+def _copied(buffer: Any, allocate: Allocator) -> Any:
     raw = memoryview(buffer).cast("B")
     if raw.nbytes < MIN_BYTES:
         return bytearray(raw)
-    memory = lease(raw.nbytes)
+    memory = allocate(raw.nbytes)
     memory[:] = np.frombuffer(raw, np.uint8)
     return memoryview(memory)  # a numpy view would not keep its owner alive
 
@@ -162,7 +162,7 @@ def deliver(
     try:
         is_inferring = torch.is_inference_mode_enabled()  # as in `unpack`
         with torch.inference_mode(mode=False) if is_inferring else _NOTHING:
-            result = decode(*copied(packed, pipeline.maker.lease))
+            result = decode(*copied(packed, pipeline.maker.allocate))
     except Exception as error:  # of a user's class
         pipeline.receive(task, unopened(error, worker))
     else:

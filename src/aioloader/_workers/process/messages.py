@@ -104,7 +104,7 @@ class Packer(threading.local):
             self._arena.free(self._ref)
         self._forget()
 
-    def lease(self, nbytes: int) -> Any:
+    def allocate(self, nbytes: int) -> Any:
         """Return writable memory for a part of the batch, in its slot if possible."""
         if self._ref is None:
             self._ref, self._view = self._arena.take(max(nbytes, self._wanted))
@@ -246,7 +246,7 @@ def unpack(
     if number < 0:
         memory = memoryview(bytearray(rest[length:]))
     else:
-        view = arena.lease(SlotRef(number, start, size), used)
+        view = arena.view(SlotRef(number, start, size), used)
         memory = _bytes_of(view.copy() if copy else view)
         del view
     buffers = [memory[begin : begin + nbytes] for begin, nbytes in places]

@@ -91,7 +91,7 @@ class Endpoint(abc.ABC):
         self.spec = spec
         inline = min(MOST_INLINE, WAITING_BYTES // spec.in_flight)
         self._packer = Packer(self._arena, inline)
-        self.maker = maker_of(spec, lease=self._packer.lease, **SEEDS)
+        self.maker = maker_of(spec, allocate=self._packer.allocate, **SEEDS)
         self._is_restored = not self.maker.keeps_state
 
     def give_up(self, error: BaseException) -> NoReturn:
