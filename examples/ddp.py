@@ -7,6 +7,7 @@ import gc
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # noqa: F401  (loaded after init, it keeps the group)
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel

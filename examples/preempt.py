@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # noqa: F401  (loaded after init, it keeps the group)
 from recipe_parts import small_resnet, torchrun, write_digits
 from torch import nn
 

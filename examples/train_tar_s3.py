@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # noqa: F401  (loaded after init, it keeps the group)
 from moto_server import bucket
 from recipe_parts import small_resnet, torchrun, write_digits
 from torch import nn

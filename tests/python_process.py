@@ -8,7 +8,14 @@ from typing import Any
 def python(
     *arguments: object, check: bool = False, timeout: float = 120, **options: Any
 ) -> "subprocess.CompletedProcess[str]":
-    """Run Python with these arguments; return its exit status and output."""
+    """Run Python with these arguments; return its exit status and output.
+
+    An error for a failed or late process has its output as a note.
+    """
     command = [sys.executable, *map(str, arguments)]
     options = {"capture_output": True, "text": True, **options}
-    return subprocess.run(command, check=check, timeout=timeout, **options)
+    try:
+        return subprocess.run(command, check=check, timeout=timeout, **options)
+    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+        error.add_note(f"it printed:\n{error.stdout}\nand on stderr:\n{error.stderr}")
+        raise

@@ -1,7 +1,10 @@
 """Training by torchrun: two ranks, gloo, DistributedSampler, DDP; rank 0 validates."""
 
+import gc
+
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # loaded after init, it keeps the group
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -39,5 +42,6 @@ for epoch in range(2):
                 right += (model.module(x).argmax(1) == y).sum().item()
                 seen += len(y)
         print(f"epoch {epoch}: {mean.item()!r}, {right} of {seen}", flush=True)
-dist.barrier()
+del model, optimizer, loss
+gc.collect()  # the model's reference cycles keep the group's threads alive
 dist.destroy_process_group()
