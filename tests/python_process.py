@@ -10,12 +10,12 @@ def python(
 ) -> "subprocess.CompletedProcess[str]":
     """Run Python with these arguments; return its exit status and output.
 
-    An error for a failed or late process has its output as a note.
+    The error of a failed process has its output as a note.
     """
     command = [sys.executable, *map(str, arguments)]
     options = {"capture_output": True, "text": True, **options}
     try:
         return subprocess.run(command, check=check, timeout=timeout, **options)
-    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+    except subprocess.CalledProcessError as error:
         error.add_note(f"it printed:\n{error.stdout}\nand on stderr:\n{error.stderr}")
         raise
