@@ -7,15 +7,15 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from python_process import reserved_port
 
 HERE = Path(__file__).parent
 ALONE = sorted(path.stem for path in (HERE / "cases").glob("[a-z]*.py"))
@@ -45,15 +45,6 @@ def environment(rank: int, world: int, port: int) -> dict[str, str]:
             "TORCHELASTIC_RUN_ID": "compat",
         }
     return variables
-
-
-@contextlib.contextmanager
-def reserved_port() -> Iterator[int]:
-    """Yield a port that only servers with SO_REUSEADDR can bind, such as torch's."""
-    with socket.socket() as held:
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        held.bind(("127.0.0.1", 0))
-        yield held.getsockname()[1]
 
 
 class StuckError(AssertionError):

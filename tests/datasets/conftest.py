@@ -5,7 +5,6 @@ import gc
 import io
 import os
 import re
-import socket
 import subprocess
 import sys
 import threading
@@ -26,6 +25,7 @@ from pyarrow import csv
 from aioloader.datasets import FileDataset, ObjectDataset, Requests, SQLRows
 from datasets.changing import Handler, Server
 from datasets.pg import Database, database, postgresql, server, sqlite
+from python_process import reserved_port
 
 __all__ = ["database", "postgresql", "server", "sqlite"]
 
@@ -228,10 +228,9 @@ def s3(s3_bucket: str, s3_port: int, monkeypatch: pytest.MonkeyPatch) -> Iterato
 
 
 @pytest.fixture
-def unused_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-    return port
+def unused_port() -> Iterator[int]:
+    with reserved_port() as port:
+        yield port
 
 
 @pytest.fixture

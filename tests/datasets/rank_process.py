@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import json
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ import torch.distributed
 from torch.distributed.device_mesh import init_device_mesh
 
 from aioloader import DataLoader, datasets
+from python_process import reserved_port
 
 dist: Any = torch.distributed
 ROOT = Path(__file__).parents[2]
@@ -63,17 +63,13 @@ class RankProcess:
 
 @contextlib.contextmanager
 def ranks(count: int = 2) -> Iterator[list[RankProcess]]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    method = f"tcp://127.0.0.1:{port}"
-    made = [RankProcess(rank, count, method) for rank in range(count)]
-    try:
+    with reserved_port() as port, contextlib.ExitStack() as stack:
+        url = f"tcp://127.0.0.1:{port}"
+        made = [RankProcess(rank, count, url) for rank in range(count)]
+        for process in made:
+            stack.callback(process.end)
         assert [rank.answer() for rank in made] == ["ready"] * count
         yield made
-    finally:
-        for process in made:
-            process.end()
 
 
 class Rank:

@@ -8,7 +8,6 @@ import json
 import os
 import random
 import re
-import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Sequence
@@ -24,7 +23,7 @@ from PIL import Image
 
 from aioloader.datasets import Piece, Source, Version
 from datasets.pg import Server, server
-from python_process import python
+from python_process import python, reserved_port
 from scripts.running import KERNEL, end, start
 
 __all__ = ["server"]
@@ -330,12 +329,10 @@ def test_a_terminated_training_resumes_on_fewer_ranks() -> None:
 
 def trained(path: Path, ranks: int, last: int = 0) -> list[int]:
     """Run all ranks, and kill them after step ``last``, if given; return the steps."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    master["WORLD_SIZE"] = str(ranks)
+    master = {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": str(ranks)}
     steps = []
-    with ExitStack() as stack:
+    with reserved_port() as port, ExitStack() as stack:
+        master["MASTER_PORT"] = str(port)
         processes = [
             stack.enter_context(
                 subprocess.Popen(

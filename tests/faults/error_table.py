@@ -468,9 +468,8 @@ def drained(loader: DataLoader[Any]) -> list[Any]:
                 break
         else:
             outcomes.append(batch)
-    if iterator is not None:
-        with contextlib.suppress(BaseException):
-            iterator.close()
+    with contextlib.suppress(BaseException):  # there may be none
+        iterator.close()
     return outcomes
 
 
@@ -490,7 +489,6 @@ async def drained_async(loader: DataLoader[Any]) -> list[Any]:
                 break
         else:
             outcomes.append(batch)
-    if iterator is not None:
-        with contextlib.suppress(BaseException):
-            await iterator.aclose()
+    with contextlib.suppress(BaseException):  # there may be none
+        await iterator.aclose()
     return outcomes

@@ -50,6 +50,7 @@ def ticks(least: int, most: int, at_least: int) -> st.SearchStrategy[Ticks]:
         transport=st.integers(0, 5),
         step=st.integers(1, 20),
         draw=st.just(0),
+        uses_cpu=st.just(()),
     )
 
 

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -19,9 +20,7 @@ ENVIRONMENT = {"RAY_AUTH_MODE": "disabled", "RAY_worker_niceness": "0"}
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
     """Start a cluster with four logical CPUs; return the module ``ray``."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in ENVIRONMENT.items():
-            patch.setenv(name, value)
+    with mock.patch.dict(os.environ, ENVIRONMENT):
         ray = pytest.importorskip("ray")
         ray.init(
             address="local",
