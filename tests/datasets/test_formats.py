@@ -1,7 +1,6 @@
 """Our formats pass ``check_shard_format``, which finds the errors of broken ones."""
 
 import asyncio
-import doctest
 import functools
 import gzip
 import itertools
@@ -27,14 +26,9 @@ from aioloader.datasets import (
     SQLDataset,
     TarDataset,
     TextDataset,
-    decoders,
-    files,
     from_dataset,
     from_iterable,
     mix,
-    named,
-    objects,
-    writers,
 )
 from aioloader.errors import StateMismatchError, TruncatedReadError
 from aioloader.testing import check_shard_format
@@ -166,19 +160,6 @@ async def test_a_summary_needs_a_count(monkeypatch: Any) -> None:
 
 def test_the_custom_format_example_runs() -> None:
     own_format.main()
-
-
-# -- the examples in the docstrings run -----------------------------------------------
-
-
-MODULES = [decoders, files, named, objects, writers]
-
-
-@pytest.mark.parametrize("module", MODULES)
-def test_docstring_examples_run(module: object) -> None:
-    result = doctest.testmod(module)  # type: ignore[arg-type]
-    assert result.attempted
-    assert not result.failed
 
 
 # -- a generator of samples over a file ------------------------------------------------

@@ -99,10 +99,10 @@ class IndexedDataset(Dataset[Coroutine[Any, Any, Any]], LoopDataset):
         DatasetError: If an index cannot be read, or belongs to other shards.
 
     Example:
-        >>> import asyncio, tempfile
+        >>> import asyncio, pathlib, tempfile
         >>> from aioloader.datasets import TextDataset
-        >>> path = tempfile.mktemp(".txt")
-        >>> _ = open(path, "w").write("first\nsecond\n")
+        >>> path = pathlib.Path(tempfile.mkdtemp(), "lines.txt")
+        >>> _ = path.write_text("first\nsecond\n")
         >>> lines = IndexedDataset(TextDataset(path), scan=True)
         >>> len(lines), asyncio.run(lines[1])
         (2, 'second')

@@ -624,11 +624,10 @@ class TarDataset(ByteStream[dict[str, Any]]):
         ...     member = tarfile.TarInfo("a.txt")
         ...     member.size = 2
         ...     tar.addfile(member, io.BytesIO(b"hi"))
-        >>> async def first():
-        ...     async for sample in TarDataset(path):
-        ...         return sample["txt"]
-        >>> asyncio.run(first())
-        b'hi'
+        >>> async def texts():
+        ...     return [sample["txt"] async for sample in TarDataset(path)]
+        >>> asyncio.run(texts())
+        [b'hi']
     """
 
     cuts: ClassVar[Cuts | None] = staticmethod(at_samples)
