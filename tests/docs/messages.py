@@ -186,7 +186,7 @@ INTERNAL = {
     "_workers/process/worker_main.py:_Server": "in a worker whose loader has ended",
     "_workers/process/portable_worker.py": "in a worker whose loader has ended",
     "datasets/_arrow/ipc.py:_blocks": "a reason in 'has a footer that cannot be read'",
-    "datasets/_arrow/ipc.py:_streamed": "a reason in 'is not an Arrow stream'",
+    "datasets/_arrow/ipc.py:stream_batches": "a reason in 'is not an Arrow stream'",
     "datasets/_arrow/projection.py:_check_filled": "a reason in 'does not fit'",
     "datasets/lines.py:JSONDecoder": "a reason in 'the line at byte … is damaged'",
     "datasets/mds.py:_array_decoder": "a reason in 'column …'",

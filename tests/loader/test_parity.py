@@ -290,3 +290,27 @@ def test_big_batches_are_no_views(dtype: Any, num_workers: int) -> None:
     samples = [torch.ones(1 << 18, dtype=dtype)] * 2
     for batch in DataLoader(samples, 2, num_workers=num_workers):
         assert not batch.requires_grad_().detach_().requires_grad
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("is_batched", [False, True])
+def test_an_abandoned_epoch_draws_from_a_generator_as_in_torch(
+    num_workers: int, is_batched: bool
+) -> None:
+    """The next epoch's order shows it: the end of a sampler draws once more."""
+
+    def next_epoch(make: Any, stop: int) -> list[int]:
+        generator, numbers = torch.Generator().manual_seed(3), range(200)
+        options = {"batch_size": 10, "shuffle": True, "generator": generator}
+        if is_batched:
+            sampler = RandomSampler(numbers, generator=generator)
+            options = {"batch_sampler": BatchSampler(sampler, 10, drop_last=False)}
+        loader = make(numbers, num_workers=num_workers, **options)
+        iterator = iter(loader)
+        for _ in range(stop):
+            next(iterator)
+        del iterator
+        return [int(number) for number in next(iter(loader))]
+
+    for stop in (1, 12, 16, 17, 20):
+        assert next_epoch(DataLoader, stop) == next_epoch(TorchLoader, stop)

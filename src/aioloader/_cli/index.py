@@ -10,16 +10,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from aioloader._base.cancellation import in_order
+from aioloader._base.cancellation import in_order, in_thread
 from aioloader._cli.sources import find_kind
 from aioloader.datasets import indexed
 from aioloader.datasets._stores.addresses import (
+    Address,
     has_signs,
     is_local,
     shown_address,
     sibling,
 )
 from aioloader.datasets._stores.failures import Version
+from aioloader.datasets._stores.storage import Storage
 from aioloader.datasets._streams.edges import (
     EdgesBuilder,
     IndexPack,
@@ -63,7 +65,8 @@ def run(options: Namespace) -> None:
     kind = kinds.pop()
     if options.pack is None and not kind:
         raise ArgumentTypeError(
-            "MDS shards hold their index: write that of all, --pack"
+            "directories of MDS shards hold their index: write that of all, --pack; "
+            "files of other kinds need scan=True and save() of IndexedDataset"
         )
     given = dict(options.option) or None
     asyncio.run(_index(_STREAMS[kind](options.shards, store_options=given), options))
@@ -77,7 +80,8 @@ async def _index(stream: Any, options: Namespace) -> None:
     async with AsyncExitStack() as stack:
         stack.callback(_show, "", options)
         shards = await indexed.listed(made_by, stack)
-        names = names_of(map(made_by.address, shards))
+        addresses = [*map(made_by.address, shards)]
+        names = names_of(addresses) if pack is None else indexed.pack_names(addresses)
         if pack is not None:
             with suppress(DatasetError):  # there is no pack, or it is damaged
                 known = await indexed.pack_at(stream, pack)
@@ -121,8 +125,10 @@ async def _find(
     if isinstance(made_by, MDSFormat):  # each shard starts with its own index
         return await made_by.offsets(shard), now, False
     with suppress(DatasetError):  # there is no index, or it is invalid
-        beside = await storage.version(sibling(address, index_name))
-        if (beside.modified or 0) > (now.modified or math.inf):
+        index = sibling(address, index_name)
+        beside = await storage.version(index)
+        written = await _written(storage, address, now) or math.inf
+        if (await _written(storage, index, beside) or 0) > written:
             numbers = await read_index(storage, address)
             if numbers is not None:
                 end = int(numbers[-1])
@@ -132,6 +138,16 @@ async def _find(
                 return numbers, now, True
     numbers, scanned = await indexed.scan_of(storage, address, made_by.spec(shard))
     return numbers, scanned or now, False
+
+
+async def _written(
+    storage: Storage, address: Address, version: Version
+) -> float | None:
+    """Return when a file was written or, if it is local, moved to its name."""
+    path = storage.path(address)
+    if path is None:
+        return version.modified
+    return (await in_thread(Path(path).stat)).st_ctime
 
 
 def _say(line: str, options: Namespace) -> None:

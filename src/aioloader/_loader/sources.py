@@ -17,7 +17,7 @@ from aioloader._base.waiting import running_loop
 from aioloader._loader.options import FIRST_VALUES, Auto, Options
 from aioloader._loader.sampling import end_rounds
 from aioloader._order.epoch import Epoch, EpochNumbers
-from aioloader._order.indices import IndexOrder
+from aioloader._order.indices import IndexOrder, Order
 from aioloader._pipeline.ahead_feed import AheadFeed, refuse_blocking
 from aioloader._pipeline.awaiting import SideLoop
 from aioloader._pipeline.batch_maker import BatchMaker
@@ -94,9 +94,7 @@ def make_source(
         on_device = options.target.ahead
         stage = Staged(ready, mover, on_device, epoch.counters)
     reads, place = options.pool_reads, _place(options, is_async=is_async)
-    window = _window(options, on_device=on_device, is_async=is_async)
-    if reads and options.kind is Kind.MAP and not isinstance(epoch.order, IndexOrder):
-        window = replace(window, runs=False)  # pull a user's sampler as torch does
+    window = _window(options, epoch.order, on_device=on_device, is_async=is_async)
     is_tuned = options.chooses or options.prefetch_bytes is not None
     tuner = _tuner(options, live.tuning, reads_here=not reads) if is_tuned else None
     epoch.counters.describe = partial(
@@ -170,7 +168,9 @@ def _place(options: Options, *, is_async: bool) -> RunnerPlace:
     return asyncio.get_running_loop()
 
 
-def _window(options: Options, *, on_device: int, is_async: bool) -> Window:
+def _window(
+    options: Options, order: Order, *, on_device: int, is_async: bool
+) -> Window:
     """Return the limits on batches and samples in flight."""
     if options.is_keyed and not options.num_workers:
         # Making a batch replaces the state of the user's global generators for a while,
@@ -182,8 +182,13 @@ def _window(options: Options, *, on_device: int, is_async: bool) -> Window:
         return Window(readers * factor + on_device)
     if options.is_plain:
         hops = options.has_processes if reads else is_async and reads is None
+        if isinstance(order, IndexOrder):
+            draws = order.keeps_drawing
+        else:
+            draws = bool(reads) and options.kind is Kind.MAP
         window = readers * (factor or 2) + on_device
-        return Window(window, runs=hops and not on_device)
+        # A user's sampler or generator is drawn from as far ahead as torch does.
+        return Window(window, runs=hops and not (on_device or draws))
     # Spare batches: one is being collated, one delivered, and one is late.
     spare = (factor or 3) * readers + on_device
     is_beside = reads is None and not on_device and options.loop == "thread"

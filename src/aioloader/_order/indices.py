@@ -168,6 +168,12 @@ class IndexOrder(Order):
             low, size = top, _SHUFFLED_BLOCK if lazy else _BLOCK
         self._draw_unused()
 
+    @property
+    def keeps_drawing(self) -> bool:
+        """Whether a user's generator, which outlasts the epoch, draws more later on."""
+        is_random = self.draws is not None and type(self.sampler) is RandomSampler
+        return is_random and self.sampler.generator is not None
+
     def _padded(self, batch: Any, indices: Any) -> tuple[Any, int]:
         """Return this rank's padded part of a global batch, and the padding's size."""
         own, padding, position = self._rank_part(batch)

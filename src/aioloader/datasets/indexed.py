@@ -28,6 +28,7 @@ from aioloader.datasets._indexed.local import LocalReads, MappedShards
 from aioloader.datasets._indexed.reads import RemoteReads
 from aioloader.datasets._stores.addresses import (
     Address,
+    name_of,
     sealed,
     shown_address,
     sibling,
@@ -41,6 +42,8 @@ from aioloader.datasets._streams.edges import (
     EdgesBuilder,
     IndexPack,
     Offsets,
+    changed,
+    changed_since,
     index_name,
     read_pack,
 )
@@ -216,19 +219,20 @@ class IndexedDataset(Dataset[Coroutine[Any, Any, Any]], LoopDataset):
             pack: Path or URL of the file.
 
         Raises:
-            ValueError: If the samples are rows of Arrow files.
+            ValueError: If the samples are rows of Arrow files, or two shards' addresses
+                differ only in their query.
             DatasetError: If a shard has changed since it was indexed, or the file
                 cannot be written.
         """
         edges = self._edges
         if not self._kinds:
             raise ValueError("rows of Arrow files need no index")
-        if not edges.versions:
+        if None in (edges.versions or [None]):
             async with self:
                 version_of = self._readers.here().version
                 versions = await each(version_of, range(len(edges.counts)))
             edges = Edges(edges.counts, edges.offsets, versions)
-        packed = IndexPack(names_of(self._addresses), edges, kind_of(self._stream))
+        packed = IndexPack(pack_names(self._addresses), edges, kind_of(self._stream))
         await write(self._stream, pack, await in_thread(packed.contents))
 
     def fingerprint(self) -> dict[str, Any]:
@@ -238,7 +242,7 @@ class IndexedDataset(Dataset[Coroutine[Any, Any, Any]], LoopDataset):
             ends = [edges.end(shard) for shard in range(len(edges.counts))]
             samples = checksum([kind_of(self._stream), edges.counts, ends])
             self._known["shards"] = {**summary_of(self._addresses), "samples": samples}
-            if edges.versions:
+            if None not in (edges.versions or [None]):
                 self._known["versions"] = checksum(edges.versions)
         return self._known
 
@@ -271,7 +275,7 @@ async def _find(stream: Any, pack: Any, scan: bool | OnProgress) -> FoundShards:
             return addresses, edges, [], SingleRows(made_by.storage, files, edges)
         addresses = [*map(made_by.address, shards)]
         if pack is not None:
-            edges = await _pack_edges(stream, pack, names_of(addresses))
+            edges = await _pack_edges(stream, pack, addresses)
         else:
             edges = await _shard_edges(made_by, shards, scan)
     kinds = [*map(made_by.spec, shards)]
@@ -343,11 +347,15 @@ async def numbers_of(
 ) -> tuple[Offsets, Version | None]:
     """Return a shard's sample offsets, and the shard's version if it was scanned."""
     numbers = await made_by.offsets(shard)
-    if numbers is not None:
+    if numbers is not None and numbers[-1]:
         return numbers, None
     storage, address = made_by.storage, made_by.address(shard)
-    if may_scan:
-        return await scan_of(storage, address, made_by.spec(shard))
+    if may_scan or numbers is not None:  # an empty shard is read now, or never
+        scan, version = await scan_of(storage, address, made_by.spec(shard))
+        if numbers is not None and len(scan) > 1:
+            change = f"it had no samples, and has {len(scan) - 1:,}"
+            raise changed(storage.label(address), change)
+        return scan, version
     beside = storage.label(sibling(address, index_name))
     raise ObjectNotFoundError(
         f"{storage.label(address)!r} has no index, {beside!r}: write it by `aioloader "
@@ -394,22 +402,50 @@ async def pack_at(stream: StoredStream[Any], pack: Any) -> IndexPack:
         await storage.aclose()
 
 
-async def _pack_edges(stream: StoredStream[Any], pack: Any, shards: list[str]) -> Edges:
+def pack_names(addresses: Sequence[Address]) -> list[str]:
+    """Return the names of shards in a pack; raise if two shards share one."""
+    names = names_of(addresses)
+    if len({*names}) < len({*addresses}):
+        raise ValueError(
+            "a pack records no queries and accounts, and without them, two of the "
+            "shards have the same name: give them different paths"
+        )
+    return names
+
+
+async def _pack_edges(
+    stream: StoredStream[Any], pack: Any, addresses: Sequence[Address]
+) -> Edges:
     """Return the sample offsets of the given shards, from a pack."""
     (names, edges, of), shown = await pack_at(stream, pack), shown_address(str(pack))
     if of != (kind := kind_of(stream)):
         raise DatasetError(
             f"{shown} is the index of samples as {of}, and they are read as {kind}; "
-            "write the index again by `aioloader index --pack`"
+            "write the index again by `aioloader index --pack`, or by `save`"
         )
-    numbers = {name: number for number, name in enumerate(names)}
+    numbers, shards = {name: n for n, name in enumerate(names)}, pack_names(addresses)
+    # The pack's names may start at a higher folder, common to more shards.
+    parts = name_of(addresses[0])[: -len(shards[0])].split("/")
+    folders = ["/".join(parts[start:]) for start in range(len(parts))]
+    folder = next((part for part in folders if part + shards[0] in numbers), "")
+    shards = [folder + name for name in shards]
     if missing := [name for name in shards if name not in numbers]:
         raise DatasetError(
             f"{shown} is the index of {len(names):,} shards, and {len(missing):,} of "
             f"{len(shards):,} are not among them, such as {missing[0]!r}; write the "
             "index again by `aioloader index --pack`"
         )
-    return edges.of_shards([numbers[name] for name in shards])
+    edges = edges.of_shards([numbers[name] for name in shards])
+    storage = stream.made_by.storage
+
+    async def check(shard: int) -> None:
+        now, known = await storage.version(addresses[shard]), edges.version(shard)
+        if known is not None and not now.is_of(known):
+            raise changed_since(storage.label(addresses[shard]), known, now)
+
+    # Empty shards are never read.
+    await each(check, [shard for shard, count in enumerate(edges.counts) if not count])
+    return edges
 
 
 async def write(stream: StoredStream[Any], address: Any, data: bytes) -> None:

@@ -303,6 +303,9 @@ class MDSFormat(ByteFormat):
             label = self.storage.label(shard.address)
             count = f"{shard.samples:,} samples, as in the index"
             raise _damage(label, 0, f"its head is not that of {count}")
+        if (table[2:] < table[1:-1]).any():
+            label = self.storage.label(shard.address)
+            raise _damage(label, 4, "the offsets in its head do not rise")
         return table[1:]
 
     def open(self, shard: Any, position: ShardPosition, budget: int) -> ShardReader:

@@ -10,10 +10,8 @@ archive to be split between samples if there are fewer shards than readers.
 """
 
 import logging
-import os
 from collections.abc import Generator, Sequence
 from functools import lru_cache, partial
-from pathlib import Path
 from struct import Struct
 from typing import Any, ClassVar, TypeAlias, Unpack
 from zlib import adler32
@@ -25,7 +23,6 @@ from aioloader.datasets._stores.addresses import Address, sibling
 from aioloader.datasets._stores.storage import Storage
 from aioloader.datasets._streams.edges import (
     fits,
-    index_bytes,
     index_name,
     not_its_index,
     read_index,
@@ -36,7 +33,6 @@ from aioloader.datasets._streams.engine import (
     Cuts,
     Steps,
     nearest,
-    scanned,
 )
 from aioloader.datasets._streams.shards import MissingEnd
 from aioloader.datasets.sharded import (
@@ -74,11 +70,8 @@ _SLASH, _UNDERSCORE = ord("/"), ord("_")
 # Last characters of hidden files' keys, whose base name is empty. WebDataset would make
 # a useless sample "folder/" of the hidden files in a folder.
 _NO_STEM = frozenset({"", "/"})
-StrPath: TypeAlias = str | os.PathLike[str]
 # A member's field (None: skip the body), and the size of its body.
 _Member: TypeAlias = tuple[str | None, int]
-_READ_BYTES = 1 << 20
-_NO_LIMIT = 1 << 62
 
 
 class DamageError(Exception):
@@ -647,33 +640,3 @@ class TarDataset(ByteStream[dict[str, Any]]):
         quick = _SingleSamples(max_sample_bytes, missing_end)
         kind = ByteFormatSpec(steps, is_quick=True, piece=1 << 19, quick=quick)
         super().__init__(addresses, kind, **options)
-
-
-def write_index(path: StrPath, index: StrPath | None = None) -> int:
-    """Write the index of a tar archive on disk, completely or not at all.
-
-    Args:
-        path: The archive, not compressed.
-        index: The file to write; default: ``path`` plus ``.idx``.
-
-    Returns:
-        The number of samples.
-
-    Raises:
-        DatasetError: If a sample cannot be read.
-        OSError: If the archive cannot be opened, or the index cannot be written.
-    """
-    path = os.fspath(path)
-    target = Path(os.fspath(index) if index is not None else index_name(path))
-    with Path(path).open("rb", buffering=0) as file:
-        read = partial(file.read, _READ_BYTES)
-        numbers = scanned(
-            ByteFormatSpec(partial(samples, _NO_LIMIT, "warn")), path, read
-        )
-    temporary = target.with_name(f"{target.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_bytes(index_bytes(numbers))
-        temporary.replace(target)
-    finally:
-        temporary.unlink(missing_ok=True)
-    return len(numbers) - 1

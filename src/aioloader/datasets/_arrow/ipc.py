@@ -55,7 +55,7 @@ class ArrowFormat(TableFormat):
         **projection: Any,
     ) -> None:
         super().__init__(addresses, storage, **projection)
-        self._missing_end = missing_end
+        self.missing_end = missing_end
 
     def _cut(self, shard: FilePart, count: int) -> list[FilePart]:
         address, first, stop = shard
@@ -166,8 +166,8 @@ class ArrowFormat(TableFormat):
 
         def items(file: pa.NativeFile) -> Iterator[Item]:
             if not stop:
-                streamed = _streamed(file, options, meta.location, self._missing_end)
-                yield from (batch.select(names) for batch in streamed)
+                args = file, options, meta.location, self.missing_end
+                yield from (batch.select(names) for batch in stream_batches(*args))
                 return
             with pa.ipc.open_file(file, options=options) as reader:
                 for number in range(first, stop):
@@ -231,9 +231,10 @@ def _blocks(footer: bytes, size: int, count: int) -> list[list[ByteSpan]]:
     return blocks
 
 
-def _streamed(
+def stream_batches(
     file: pa.NativeFile, options: Any, location: str, missing_end: MissingEnd
 ) -> Iterator[pa.RecordBatch]:
+    """Yield the record batches of an IPC stream; raise if it is cut short."""
     size = file.size()
     try:
         with pa.ipc.open_stream(file, options=options) as reader:

@@ -8,12 +8,13 @@ import numpy as np
 import pyarrow as pa
 
 from aioloader._base.cancellation import each, in_thread
-from aioloader.datasets._arrow.files import TableFormat
+from aioloader.datasets._arrow.ipc import ArrowFormat, stream_batches
 from aioloader.datasets._arrow.rows import Rows
 from aioloader.datasets._indexed.local import MAX_OPEN
-from aioloader.datasets._stores.failures import Version
+from aioloader.datasets._stores.failures import Version, file_failure
 from aioloader.datasets._stores.storage import Storage
 from aioloader.datasets._streams.edges import Edges
+from aioloader.datasets._streams.shards import MissingEnd
 from aioloader.errors import DatasetError
 
 
@@ -25,18 +26,22 @@ class MappedTable(NamedTuple):
     version: Version
     names: list[str]
     rows_of: Callable[[pa.RecordBatch], pa.RecordBatch]
+    missing_end: MissingEnd
     counts: list[int]
 
     def batches(self) -> list[pa.RecordBatch]:
         """Map the file, and return its record batches; bytes are read on first use."""
-        mapped = pa.memory_map(self.path)
-        if mapped.read(6) == b"ARROW1":
-            reader = pa.ipc.open_file(mapped)
-            count = reader.num_record_batches
-            batches = [reader.get_batch(number) for number in range(count)]
-        else:
-            mapped.seek(0)
-            batches = [*pa.ipc.open_stream(mapped)]
+        try:
+            mapped = pa.memory_map(self.path)
+            if mapped.read(6) == b"ARROW1":
+                reader = pa.ipc.open_file(mapped)
+                count = reader.num_record_batches
+                batches = [reader.get_batch(number) for number in range(count)]
+            else:
+                mapped.seek(0)
+                batches = [*stream_batches(mapped, None, self.path, self.missing_end)]
+        except (OSError, ValueError) as error:
+            raise file_failure(self.path, error) from error
         return [batch.select(self.names) for batch in batches]
 
 
@@ -67,6 +72,10 @@ class SingleRows:
         self._check(used)
         return rows
 
+    def close(self) -> None:
+        """Close all files; a later read opens its file again."""
+        self._opened.cache_clear()
+
     def _check(self, numbers: Iterable[int]) -> None:
         for number in numbers:
             self._storage.check(
@@ -88,7 +97,7 @@ class SingleRows:
 
 
 async def single_rows(
-    table_format: TableFormat, shards: Sequence[Any]
+    table_format: ArrowFormat, shards: Sequence[Any]
 ) -> tuple[list[MappedTable], Edges]:
     """Return the shards' files and ``Edges``; raise if a file is remote or filtered."""
     storage = table_format.storage
@@ -106,11 +115,12 @@ async def single_rows(
                 f"filters= of {meta.location!r} would have to read all rows: leave it "
                 "out, and take a Subset"
             )
-        file = MappedTable(address, path, meta.version, names, rows_of, [])
+        end = table_format.missing_end
+        file = MappedTable(address, path, meta.version, names, rows_of, end, [])
         file.counts.extend(batch.num_rows for batch in await in_thread(file.batches))
         return file
 
     files = await each(file_of, list(dict.fromkeys(address for address, *_ in shards)))
     counts = [count for file in files for count in file.counts]
     rows = [np.arange(count + 1, dtype=np.uint32) for count in counts]
-    return files, Edges(counts, np.concatenate(rows))
+    return files, Edges(counts, np.concatenate([np.zeros(0, np.uint32), *rows]))

@@ -6,6 +6,7 @@ In-place changes of the file are detected before and after each read.
 
 import mmap
 import os
+import sys
 import threading
 import weakref
 from collections import OrderedDict
@@ -27,8 +28,13 @@ from aioloader.datasets._streams.edges import Edges, changed_since, check_end
 from aioloader.datasets._streams.engine import ByteFormatSpec, sample_of
 
 T = TypeVar("T")
-# Most shards open at once, each with two descriptors.
+# Most shards open at once, each with two descriptors; a process may have few.
 MAX_OPEN = 256
+if sys.platform != "win32":
+    import resource
+
+    if (limit := resource.getrlimit(resource.RLIMIT_NOFILE)[0]) >= 0:
+        MAX_OPEN = max(1, min(MAX_OPEN, limit // 8))
 _WILL_NEED = getattr(mmap, "MADV_WILLNEED", None)  # Windows has none
 # The C library's largest dynamic ``M_MMAP_THRESHOLD``, less some overhead.
 _MAX_KEPT_BYTES = (32 << 20) - (1 << 16)
@@ -59,7 +65,8 @@ class LocalReads:
         return await in_thread(function, argument, executor=self._thread)
 
     async def aclose(self) -> None:
-        """End the thread after its current reads, without waiting for them."""
+        """Unmap the shards, and end the thread, without waiting for its reads."""
+        self._local.close()
         if self._thread is not None:
             self._thread.shutdown(wait=False)
             self._thread = None
@@ -75,13 +82,15 @@ class _MappedShard:
             weakref.finalize(self, os.close, self._file)
             self.version = version_of_file(self._file)
             size = self.version.size
-            self.data = mmap.mmap(self._file, size, access=mmap.ACCESS_READ)
+            access = mmap.ACCESS_READ
+            # An empty file cannot be mapped.
+            self.data: Any = size and mmap.mmap(self._file, size, access=access)
         except (OSError, ValueError) as error:
             raise file_failure(path, error) from error
         if expected is not None and not self.version.is_of(expected):
             raise changed_since(path, expected, self.version)
-        check_end(path, end, size, self.data[end : end + Edges.trailer_bytes])
-        self.view = memoryview(self.data)
+        self.view = memoryview(self.data or b"")
+        check_end(path, end, size, bytes(self.view[end : end + Edges.trailer_bytes]))
 
     def check(self) -> None:
         """Raise an error if the file changed; reading past its end kills a process."""
@@ -133,13 +142,17 @@ class MappedShards:
         with self._lock:
             return self._mapping(shard).version
 
+    def close(self) -> None:
+        """Close all shards; a later read maps its shard again."""
+        with self._lock:
+            self._mappings.clear()
+
     def _mapping(self, shard: int) -> _MappedShard:
         mapping = self._mappings.pop(shard, None)
         if mapping is None:
-            versions = self._edges.versions
-            expected = versions[shard] if versions else None
             path, end = self._shards[shard][0], self._edges.end(shard)
-            mapping = _MappedShard(path, end, expected)
+            mapping = _MappedShard(path, end, self._edges.version(shard))
+            self._edges.seen[shard] = mapping.version
             while len(self._mappings) >= MAX_OPEN:  # views keep their mappings alive
                 self._mappings.popitem(last=False)
         self._mappings[shard] = mapping

@@ -1,7 +1,7 @@
 """Random reads of remote shards; near ranges of one turn of the loop are merged.
 
 A shard is read at one version, which its pack records, or which a check finds before
-each loop's first read of the shard. An ``.idx`` records no version, so the check
+the process's first read of the shard. An ``.idx`` records no version, so the check
 compares the index with the shard's length and the bytes after the last sample.
 """
 
@@ -106,7 +106,6 @@ class RemoteReads:
         self._storage, self._addresses, self._edges = storage, addresses, edges
         self._is_open = False
         self._objects: dict[int, StoredObject] = {}
-        self._versions: dict[int, Version] = {}
         self._checks: dict[int, SharedRequest[Version]] = {}
         self._pending: list[PendingSample] = []  # in this turn of the loop
         # Requested samples of blocks that no read waits for yet, by their indices.
@@ -211,14 +210,13 @@ class RemoteReads:
 
     async def version(self, shard: int) -> Version:
         """Return a shard's version; raise if the index does not fit the shard."""
-        versions = self._edges.versions
-        known = versions[shard] if versions else self._versions.get(shard)
+        known = self._edges.version(shard)
         if known is None:
             check = self._checks.get(shard)
             if check is None or not check.is_usable:
                 check = self._checks[shard] = self._shared(self._check(shard))
             check.join()
-            known = self._versions[shard] = await check.result()
+            known = self._edges.seen.setdefault(shard, await check.result())
         return known
 
     async def _check(self, shard: int) -> Version:

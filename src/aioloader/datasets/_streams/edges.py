@@ -17,7 +17,7 @@ import struct
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -51,7 +51,8 @@ class Edges:
     Attributes:
         counts: The number of samples of each shard.
         offsets: For each shard, the starts of its samples and the end of the last one.
-        versions: Each shard's version when it was indexed; empty if any is unknown.
+        versions: Each shard's version when it was indexed; None or missing if unknown.
+        seen: The versions that the first reads of other shards found in this process.
         mapped: Arguments ``path``, ``base`` and ``width`` of ``map_edges``, or None.
     """
 
@@ -61,11 +62,12 @@ class Edges:
         self,
         counts: Sequence[int],
         offsets: Offsets,
-        versions: Sequence[Version] = (),
+        versions: Sequence[Version | None] = (),
         mapped: tuple[str, int, int] | None = None,
     ) -> None:
         self.counts, self.offsets = counts, offsets
         self.versions, self.mapped = versions, mapped
+        self.seen: dict[int, Version] = {}
         self._firsts = [0, *accumulate(counts)]
         view: Any = offsets
         self._view = memoryview(view)  # its look-ups are four times as fast
@@ -77,6 +79,10 @@ class Edges:
         shard = bisect_right(self._firsts, index) - 1
         place = index + shard
         return shard, self._view[place], self._view[place + 1]
+
+    def version(self, shard: int) -> Version | None:
+        """Return the version that all reads of a shard must have; None: any."""
+        return (self.versions[shard] if self.versions else None) or self.seen.get(shard)
 
     def of_shard(self, shard: int) -> Offsets:
         """Return the starts of one shard's samples, and the end of the last one."""
@@ -122,11 +128,8 @@ class EdgesBuilder:
         self._versions.append(version)
 
     def done(self) -> Edges:
-        """Return the edges of all shards, with versions if all versions are known."""
-        versions = [version for version in self._versions if version is not None]
-        known = versions if len(versions) == len(self._counts) else ()
         offsets: Offsets = np.frombuffer(self._offsets, f"u{self._offsets.itemsize}")
-        return Edges(self._counts, offsets, known)
+        return Edges(self._counts, offsets, self._versions)
 
 
 # -- an index next to a shard ------------------------------------------------------
@@ -146,13 +149,9 @@ async def read_index(storage: Storage, address: Address) -> Offsets | None:
     offsets = np.frombuffer(data[: len(data) & ~7], "<u8")
     if data.startswith(_DALI):
         raise not_its_index(storage, address, "it is one of NVIDIA DALI, in text")
-    if len(data) % 8 or not _is_rising(offsets):
+    if len(data) % 8 or not data or (offsets[:-1] >= offsets[1:]).any():
         raise not_its_index(storage, address, "it is damaged, or of another format")
     return offsets
-
-
-def _is_rising(offsets: Offsets) -> bool:
-    return len(offsets) > 0 and bool((offsets[:-1] < offsets[1:]).all())
 
 
 def fits(end: int, size: int) -> bool:
@@ -168,17 +167,17 @@ def check_end(location: str, end: int, size: int, rest: bytes = b"") -> None:
         change = f"its last sample ended at byte {end:,}, and it has {size:,} bytes"
         if rest.strip(b"\0"):
             change += ", with more data after the sample"
-        raise _changed(location, change)
+        raise changed(location, change)
 
 
 def changed_since(location: str, before: Version, now: Version) -> ShardChangedError:
     change = f"it had {before.size:,} bytes and has {now.size:,}"
     if before.size == now.size:
         change = f"it has {now.size:,} bytes as before, but another ETag or date"
-    return _changed(location, change)
+    return changed(location, change)
 
 
-def _changed(location: str, change: str) -> ShardChangedError:
+def changed(location: str, change: str) -> ShardChangedError:
     return ShardChangedError(
         f"{location!r} has changed since it was indexed: {change}; write the index "
         "again by `aioloader index`, or restore the shard",
@@ -211,16 +210,16 @@ class IndexPack(NamedTuple):
 
     def by_name(self) -> dict[str, tuple[Offsets, Version]]:
         """Return the offsets and the version of each shard, by its name."""
-        edges = self.edges
+        versions = cast("Sequence[Version]", self.edges.versions)
         return {
-            name: (edges.of_shard(shard), edges.versions[shard])
+            name: (self.edges.of_shard(shard), versions[shard])
             for shard, name in enumerate(self.names)
         }
 
     def contents(self) -> bytes:
         """Return the pack as the bytes of a file."""
-        edges = self.edges
-        columns = zip(*edges.versions, strict=True) if edges.versions else [[]] * 3
+        edges, versions = self.edges, cast("Sequence[Version]", self.edges.versions)
+        columns = zip(*versions, strict=True) if versions else [[]] * 3
         header = {"format": self.format, "names": self.names, "counts": edges.counts}
         header |= dict(zip(_VERSION_COLUMNS, map(list, columns), strict=True))
         width = edges.offsets.dtype.itemsize

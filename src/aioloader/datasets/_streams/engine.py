@@ -144,11 +144,6 @@ async def _version(storage: Storage, shard: Address) -> Version:
         ) from None
 
 
-def checksum_of(parts: Sequence[ShardPart]) -> str:
-    text = ";".join(f"{part.start}-{part.stop}" for part in parts)
-    return f"{zlib.crc32(text.encode()):08x}"
-
-
 def shares(sizes: Sequence[int], count: int) -> list[int]:
     """Return how many parts to cut each shard into; larger shards get more parts."""
     parts = [1] * len(sizes)
@@ -667,7 +662,8 @@ class ByteFormat(ShardFormat):
         if not isinstance(shards[0], ShardPart):
             return summary_of(shards)
         names = summary_of(part.address for part in shards)
-        return {**names, "cuts": checksum_of(shards)}
+        cuts = ";".join(f"{part.start}-{part.stop}" for part in shards)
+        return {**names, "cuts": f"{zlib.crc32(cuts.encode()):08x}"}
 
     def open(self, shard: Any, position: ShardPosition, budget: int) -> ShardReader:
         part = (

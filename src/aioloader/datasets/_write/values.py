@@ -81,7 +81,8 @@ def table_of(
         values = [row.get(name) for row in rows]
         kinds = {getattr(value, "dtype", None) for value in values if value is not None}
         # Without a schema, numbers keep their type if all have the same.
-        keeps = field is None and len(kinds) == 1 and _is_number(*kinds)
+        kind: Any = kinds.pop() if field is None and len(kinds) == 1 else None
+        keeps = kind is not None and kind.kind in "biuf" and kind.isnative
         values = [_to_list(value, keeps=keeps) for value in values]
         make = partial(_array, pa, field, may_round=may_round)
         try:
@@ -95,10 +96,6 @@ def table_of(
                 f"{why}; pass a schema that fits all rows"
             ) from error
     return pa.table(columns, schema)
-
-
-def _is_number(kind: Any) -> bool:
-    return kind is not None and kind.kind in "biuf" and kind.isnative
 
 
 def _to_list(value: Any, *, keeps: bool) -> Any:
