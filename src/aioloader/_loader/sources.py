@@ -183,7 +183,7 @@ def _window(
     if options.is_plain:
         hops = options.has_processes if reads else is_async and reads is None
         if isinstance(order, IndexOrder):
-            draws = order.keeps_drawing
+            draws = order.draws is not None and order.draws.draws_at_end
         else:
             draws = bool(reads) and options.kind is Kind.MAP
         window = readers * (factor or 2) + on_device

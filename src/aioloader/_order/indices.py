@@ -168,12 +168,6 @@ class IndexOrder(Order):
             low, size = top, _SHUFFLED_BLOCK if lazy else _BLOCK
         self._draw_unused()
 
-    @property
-    def keeps_drawing(self) -> bool:
-        """Whether a user's generator, which outlasts the epoch, draws more later on."""
-        is_random = self.draws is not None and type(self.sampler) is RandomSampler
-        return is_random and self.sampler.generator is not None
-
     def _padded(self, batch: Any, indices: Any) -> tuple[Any, int]:
         """Return this rank's padded part of a global batch, and the padding's size."""
         own, padding, position = self._rank_part(batch)
@@ -237,7 +231,10 @@ class SamplerDraws:
         own: torch.Generator | None = getattr(sampler, "generator", None)
         self._source = torch.default_generator if own is None else own
         self._is_drawn = sampler is not None
-        self._draws_seed = own is None and type(sampler) is RandomSampler
+        is_random = type(sampler) is RandomSampler
+        # Whether a user's generator, which the next epoch uses, draws more at the end.
+        self.draws_at_end = is_random and own is not None
+        self._draws_seed = is_random and own is None
         self._seed: int | None = saved.get("seed") if self._draws_seed else None
         # "before" in states: a user's sampler may draw nothing.
         is_torchs = type(sampler) in WITH_GENERATOR

@@ -4,9 +4,10 @@ A mapping keeps the file that was indexed, even if another file takes the name.
 In-place changes of the file are detected before and after each read.
 """
 
+import contextlib
+import importlib
 import mmap
 import os
-import sys
 import threading
 import weakref
 from collections import OrderedDict
@@ -30,9 +31,8 @@ from aioloader.datasets._streams.engine import ByteFormatSpec, sample_of
 T = TypeVar("T")
 # Most shards open at once, each with two descriptors; a process may have few.
 MAX_OPEN = 256
-if sys.platform != "win32":
-    import resource
-
+with contextlib.suppress(ImportError):  # Windows
+    resource: Any = importlib.import_module("resource")
     if (limit := resource.getrlimit(resource.RLIMIT_NOFILE)[0]) >= 0:
         MAX_OPEN = max(1, min(MAX_OPEN, limit // 8))
 _WILL_NEED = getattr(mmap, "MADV_WILLNEED", None)  # Windows has none
