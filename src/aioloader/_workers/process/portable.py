@@ -118,7 +118,7 @@ class ProcessLink:
         late = time.monotonic() + ASKED
         ends = (late, self.process.terminate), (late + TERMINATED, self.process.kill)
         self.late = self.late or [*ends]
-        self._sender.stop(self._requests.close)
+        self._sender.stop(partial(_close, self._requests))
 
     def look(self) -> bool:
         """Tell whether the process runs; terminate or kill it if it is overdue."""
@@ -135,7 +135,7 @@ class ProcessLink:
             time.sleep(_PAUSE)
         if hasattr(os, "killpg"):
             kill_group(self.process.pid)
-        self.results.close()
+        _close(self.results)
         self.life.close()
         return int(self.process.returncode)
 
@@ -159,6 +159,19 @@ class ProcessLink:
             with contextlib.suppress(OSError):
                 end.close()
         self.process.returncode = 0  # a forked child must not wait for it
+
+
+def _close(pipe: Any) -> None:
+    """Close a pipe that a child forked meanwhile must not close again.
+
+    ``Connection.close`` forgets the descriptor only after closing it. By then, another
+    thread may have opened a file of the same number, and forked.
+    """
+    if not hasattr(os, "fork"):
+        pipe.close()
+    elif (descriptor := pipe._handle) is not None:  # noqa: SLF001  (as it does)
+        pipe._handle = None  # noqa: SLF001
+        os.close(descriptor)
 
 
 def _inherited(pipes: list[int], files: list[int]) -> tuple[list[int], dict[str, Any]]:
