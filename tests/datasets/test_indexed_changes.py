@@ -50,7 +50,7 @@ def test_an_epoch_compares_shards_with_the_first_epochs() -> None:
             list(loader)
 
 
-def test_a_closed_local_shard_is_compared_when_it_is_opened_again(
+def test_later_epochs_compare_local_shards_with_the_version_first_seen(
     tmp_path: Path,
 ) -> None:
     loader = DataLoader(IndexedDataset(TextDataset(put(tmp_path, a=OLD)), scan=True), 3)

@@ -84,8 +84,8 @@ def test_no_file_is_longer_than_700_lines() -> None:
 
 # Lines and classes, which only go down.
 BOUNDS = {
-    "src": 50_265,
-    "src/aioloader/datasets": 22_233,
+    "src": 50_255,
+    "src/aioloader/datasets": 22_223,
     "src/aioloader/testing": 650,
     "tests": 53_029,
 }

@@ -72,10 +72,6 @@ class SingleRows:
         self._check(used)
         return rows
 
-    def close(self) -> None:
-        """Close all files; a later read opens its file again."""
-        self._opened.cache_clear()
-
     def _check(self, numbers: Iterable[int]) -> None:
         for number in numbers:
             self._storage.check(

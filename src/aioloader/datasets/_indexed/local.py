@@ -65,8 +65,7 @@ class LocalReads:
         return await in_thread(function, argument, executor=self._thread)
 
     async def aclose(self) -> None:
-        """Unmap the shards, and end the thread, without waiting for its reads."""
-        self._local.close()
+        """End the thread after its current reads, without waiting for them."""
         if self._thread is not None:
             self._thread.shutdown(wait=False)
             self._thread = None
@@ -141,11 +140,6 @@ class MappedShards:
         """Return the version of a shard; raise an error if it has changed."""
         with self._lock:
             return self._mapping(shard).version
-
-    def close(self) -> None:
-        """Close all shards; a later read maps its shard again."""
-        with self._lock:
-            self._mappings.clear()
 
     def _mapping(self, shard: int) -> _MappedShard:
         mapping = self._mappings.pop(shard, None)
