@@ -135,8 +135,6 @@ class FaultyStream(Faulty, IterableDataset[Any]):
 
 
 class FaultyAsyncStream(FaultyStream):
-    """The same, read by coroutines."""
-
     __iter__ = None  # type: ignore[assignment]
 
     async def __aiter__(self) -> AsyncIterator[int]:
@@ -168,17 +166,14 @@ def augmented(index: int) -> Any:
 
 
 def in_thread(loader: DataLoader[Any]) -> list[Any]:
-    """Return all batches, by ``for``."""
     return list(loader)
 
 
 def on_asyncio(loader: DataLoader[Any]) -> list[Any]:
-    """Return all batches, by ``async for``."""
     return asyncio.run(collect(loader))
 
 
 def on_uvloop(loader: DataLoader[Any]) -> list[Any]:
-    """Return all batches, by ``async for``."""
     return uvloop.run(collect(loader))
 
 
@@ -214,12 +209,10 @@ async def outcomes_async(loader: DataLoader[Any]) -> list[Any]:
 
 
 def outcomes_on_asyncio(loader: DataLoader[Any]) -> list[Any]:
-    """Return the same, on asyncio's loop."""
     return asyncio.run(outcomes_async(loader))
 
 
 def outcomes_on_uvloop(loader: DataLoader[Any]) -> list[Any]:
-    """Return the same, on uvloop."""
     return uvloop.run(outcomes_async(loader))
 
 

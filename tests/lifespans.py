@@ -42,8 +42,6 @@ class SyncLog(Log, SyncMap):
 
 
 class AsyncLog(Log, AsyncMap):
-    """Read by coroutines."""
-
     async def __getitem__(self, index: int) -> Any:
         self.note("read")
         return await super().__getitem__(index)
@@ -92,7 +90,6 @@ async def on_loop(dataset: Any) -> AsyncIterator[None]:
 
 
 async def pass_on(sample: Any) -> Any:
-    """Return a sample, as a coroutine."""
     return sample
 
 

@@ -31,8 +31,6 @@ class SyncMap(Dataset[Pair]):
 
 
 class AsyncMap(Dataset[Any]):
-    """Coroutine ``__getitem__``."""
-
     def __init__(self, n: int = 20) -> None:
         self.n = n
         self.asked: list[int] = []
@@ -58,8 +56,6 @@ class AsyncBatchMap(AsyncMap):
 
 
 class SyncStream(IterableDataset[Pair]):
-    """Plain ``__iter__``."""
-
     def __init__(self, n: int = 20) -> None:
         self.n = n
 
@@ -95,5 +91,4 @@ def labels(batches: list[Any]) -> list[list[int]]:
 
 
 async def collect(loader: Any) -> list[Any]:
-    """Return all batches by ``async for``."""
     return [batch async for batch in loader]

@@ -35,16 +35,12 @@ class Wrapped(torch.Tensor):
 
 
 class Pair(NamedTuple):
-    """A named tuple."""
-
     left: Any
     right: Any
 
 
 @dataclasses.dataclass
 class Record:
-    """A data class."""
-
     value: Any
     name: str = "name"
 
@@ -57,8 +53,6 @@ class Slotted:
 
 
 class Colour(enum.Enum):
-    """An enumeration."""
-
     RED = 1
 
 

@@ -118,12 +118,10 @@ def draw_own(_sample: Any = None) -> torch.Tensor:
 
 
 def pid(_sample: Any = None) -> int:
-    """Return the pid of this process."""
     return os.getpid()
 
 
 def double(value: Any) -> Any:
-    """Return twice the value."""
     return 2 * value
 
 
@@ -134,7 +132,6 @@ async def double_async(value: Any) -> Any:
 
 
 def total(samples: list[Any]) -> Any:
-    """Return the sum."""
     return sum(samples)
 
 

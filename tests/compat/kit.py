@@ -46,8 +46,6 @@ class Numbers(Dataset[Any]):
 
 
 class AsyncNumbers(Numbers):
-    """The same, read by coroutines."""
-
     async def __getitem__(self, index: int) -> torch.Tensor:
         return number(index)
 
@@ -66,8 +64,6 @@ class Stream(IterableDataset[Any]):
 
 
 class SizedStream(Stream):
-    """The same with a length."""
-
     def __len__(self) -> int:
         return self.n
 
@@ -86,8 +82,6 @@ class Shifted(Dataset[Any]):
 
 
 class ShiftedStream(IterableDataset[Any]):
-    """The same of a stream."""
-
     def __init__(self, inner: Any) -> None:
         self.inner = inner
 
@@ -100,8 +94,6 @@ class ShiftedStream(IterableDataset[Any]):
 
 
 class SizedShiftedStream(ShiftedStream):
-    """The same with a length."""
-
     def __len__(self) -> int:
         return len(self.inner)
 
@@ -121,7 +113,6 @@ class Part(IterableDataset[Any]):
 
 
 def number(index: int) -> torch.Tensor:
-    """Return a tensor of one element."""
     return torch.tensor([float(index)])
 
 
@@ -139,7 +130,6 @@ def plain(value: Any) -> Any:
 
 
 def batches(loader: Any) -> list[Any]:
-    """Return the batches of an epoch."""
     return [plain(batch) for batch in loader]
 
 

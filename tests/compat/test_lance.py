@@ -26,7 +26,6 @@ def dataset(tmp_path: Path) -> Any:
 
 
 def numbers(loader: Any) -> list[int]:
-    """Return column n of all batches."""
     with loader:
         return [n for batch in loader for n in batch["n"].tolist()]
 

@@ -37,15 +37,11 @@ class Sync(SyncMap):
 
 
 class Async(AsyncMap):
-    """The same, on a loop."""
-
     async def __getitem__(self, index: int) -> Any:
         return await consumer_async()
 
 
 class Stream(IterableDataset[str]):
-    """The same, as a stream."""
-
     def __iter__(self) -> Any:
         for _ in range(20):
             yield consumer()
@@ -84,7 +80,6 @@ def loader_of(case: str, way: str) -> DataLoader[Any]:
 
 
 def names(batches: list[Any]) -> set[str]:
-    """Return all names in these batches."""
     return {name for b in batches for name in ([b] if type(b) is str else b)}
 
 

@@ -69,13 +69,11 @@ def add(batches: list[Any], batch: Any, stop: int) -> None:
 
 
 async def to_end(loader: Any, batches: list[Any], stop: int) -> None:
-    """Append all batches by ``async for``."""
     async for batch in loader:
         add(batches, batch, stop)
 
 
 def for_to_end(loader: Any, batches: list[Any], stop: int) -> None:
-    """Append all batches by ``for``."""
     for batch in loader:
         add(batches, batch, stop)
 
@@ -168,12 +166,10 @@ def test_interrupted_waits_lose_nothing(options: Any, consumer: str, k: int) -> 
 
 
 def first_of(samples: Any) -> Any:
-    """Return the first column."""
     return torch.stack([sample[0] for sample in samples])
 
 
 def interrupt() -> None:
-    """Do as Ctrl-C does."""
     raise KeyboardInterrupt
 
 

@@ -42,24 +42,18 @@ class Alone(Numbers):
 
 
 class AsyncAlone(Alone):
-    """The same, on a loop."""
-
     async def __getitem__(self, index: int) -> Any:
         await asyncio.sleep(0)
         return super().__getitem__(index)
 
 
 class Batches(Alone):
-    """Reads whole batches."""
-
     def __getitems__(self, indices: list[int]) -> Any:
         self.calls.append(list(indices))
         return [self.read(index) for index in indices]
 
 
 class AsyncBatches(AsyncAlone):
-    """The same, on a loop."""
-
     async def __getitems__(self, indices: list[int]) -> Any:
         await asyncio.sleep(0)
         self.calls.append(list(indices))
@@ -277,15 +271,11 @@ async def test_exhausted_retries_raise_the_last_error(way: str, kind: Any) -> No
 
 
 class Short(Batches):
-    """Loses a sample."""
-
     def __getitems__(self, indices: list[int]) -> list[int]:
         return indices[:3] if indices[0] == 4 else indices
 
 
 class AsyncShort(AsyncBatches):
-    """The same, on a loop."""
-
     async def __getitems__(self, indices: list[int]) -> list[int]:
         return Short().__getitems__(indices)
 
@@ -380,8 +370,6 @@ class Slotted:
 
 
 class SlottedBatches(Slotted):
-    """The same, with a batch method."""
-
     __slots__ = ()
 
     def __getitems__(self, indices: list[int]) -> Any:

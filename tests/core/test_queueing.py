@@ -15,7 +15,6 @@ MARKS: dict[str, asyncio.Event] = {}
 
 
 def mark() -> asyncio.Event:
-    """Return the event of this process."""
     return MARKS.setdefault("entered", asyncio.Event())
 
 

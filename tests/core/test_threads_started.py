@@ -29,7 +29,6 @@ async def request(loader: DataLoader[Any]) -> Any:
 
 
 async def many(loaders: Iterable[DataLoader[Any]]) -> list[Any]:
-    """Iterate at once."""
     return await bounded(asyncio.gather(*map(collect, loaders)))
 
 
@@ -105,7 +104,6 @@ class Crowd:
 
 
 def double(sample: Any) -> Any:
-    """Change a sample, in plain code."""
     return sample[0] * 2, sample[1]
 
 

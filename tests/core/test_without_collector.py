@@ -201,8 +201,6 @@ class Failing(SyncMap):
 
 
 class AsyncFailing(AsyncMap):
-    """The same, on a loop."""
-
     async def __getitem__(self, index: int) -> Any:
         fail()
 

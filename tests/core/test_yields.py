@@ -31,7 +31,6 @@ class Beats:
         self.count = 0
 
     async def beat(self) -> None:
-        """Count turns until cancelled."""
         while True:
             self.count += 1
             await asyncio.sleep(0)
@@ -58,7 +57,6 @@ async def beats_of(loader: Any, seconds: float) -> list[int]:
 
 
 def rows(n: int) -> TensorDataset:
-    """Return tensors in memory."""
     return TensorDataset(torch.arange(n), torch.zeros(n, 2))
 
 
@@ -142,7 +140,6 @@ class AsyncLong(AsyncMap):
 
 
 def long_rows() -> TensorDataset:
-    """Return a great many rows."""
     return TensorDataset(torch.zeros(MANY))
 
 

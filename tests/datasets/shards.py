@@ -407,7 +407,6 @@ class Memory(ShardFormat):
         return self.made
 
     def summary(self, shards: Any) -> dict[str, Any]:
-        """Return their number."""
         return {"count": len(shards)}
 
     def open(self, shard: Any, position: dict[str, Any], budget: int) -> Reader:

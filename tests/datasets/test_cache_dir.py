@@ -31,12 +31,10 @@ Operation: TypeAlias = tuple[str, int]
 
 @pytest.fixture
 def cache(tmp_path: Path) -> CacheDir:
-    """Return a cache with room."""
     return CacheDir(tmp_path / "cache", ROOMY)
 
 
 def files(directory: str | Path) -> list[Path]:
-    """Return all files of the cache."""
     return sorted(path for path in Path(directory).glob("??/*") if path.is_file())
 
 
@@ -46,7 +44,6 @@ def total(directory: str | Path) -> int:
 
 
 def path_of(cache: CacheDir, key: str) -> Path:
-    """Return the path of an entry."""
     return Path(cache._path(cache_dir._digest(key)))
 
 

@@ -349,7 +349,6 @@ LITTLE: dict[str, Any] = {"max_bytes": 1 << 16}
 
 
 def table(start: int, rows: int = ROWS) -> pa.Table:
-    """Return numbers with equally many digits."""
     return pa.table({"a": pa.array(range(10**6 + start, 10**6 + start + rows))})
 
 

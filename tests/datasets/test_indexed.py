@@ -451,7 +451,6 @@ def test_truncation_and_many_shards_do_not_crash(name: str, tmp_path: Path) -> N
 
 
 def indexed(stream: Any, pack: str | None = None) -> list[Any]:
-    """Return all samples."""
     return asyncio.run(every(IndexedDataset(stream, pack=pack)))
 
 

@@ -41,12 +41,10 @@ PIECES = pytest.mark.parametrize("sizes", [[1 << 20], [100]])
 
 
 def sample(key: str, **fields: bytes) -> dict[str, Any]:
-    """Return the sample with these fields."""
     return {"__key__": key, "__url__": URL, **fields}
 
 
 def keys(data: bytes, **options: Any) -> list[str]:
-    """Return the keys of all samples."""
     return [sample["__key__"] for sample in walk(data, **options)]
 
 
@@ -315,7 +313,6 @@ def the_error(data: bytes, **options: Any) -> DatasetError:
 
 
 def flipped(data: bytes, i: int, mask: int = 0x01) -> bytes:
-    """Return ``data`` with one byte changed."""
     return data[:i] + bytes([data[i] ^ mask]) + data[i + 1 :]
 
 

@@ -50,7 +50,6 @@ class LatePort(Accelerator):
         self._stagings: list[torch.Tensor] = []
 
     def locker(self) -> Locker:
-        """Return its own function."""
         return self._lock_pages
 
     def enter_thread(self) -> None:

@@ -33,8 +33,6 @@ class Images:
 
 
 class AsyncImages(Images):
-    """The same with coroutines."""
-
     async def __getitem__(self, index: int) -> Any:  # type: ignore[override]
         await asyncio.sleep(0)
         return super().__getitem__(index)

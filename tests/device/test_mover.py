@@ -24,8 +24,6 @@ class Point(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """A frozen dataclass."""
-
     image: torch.Tensor
     name: str
     extra: list[Any]
@@ -56,7 +54,6 @@ class Late:
         self.steps = steps
 
     def pin_memory(self) -> "Late":
-        """Return a pinned copy."""
         return Late(self.tensor, *self.steps, "pin_memory")
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "Late":
@@ -173,8 +170,6 @@ class Elsewhere:
 
 
 class Cupy:
-    """The same, with the older protocol."""
-
     __cuda_array_interface__: ClassVar[dict[str, int]] = {"version": 3}
 
     def to(self, device: Any, **_options: Any) -> Any:

@@ -319,7 +319,6 @@ def test_a_compiled_step_sees_ordinary_tensors() -> None:
 
 
 def without_names(samples: list[dict[str, Any]]) -> Any:
-    """Return a batch of tensors only."""
     return default_collate(
         [{k: v for k, v in sample.items() if k != "name"} for sample in samples]
     )

@@ -33,13 +33,10 @@ class Dataset:
         self.count = count
 
     def sample(self, index: int) -> Any:
-        """Return a sample."""
         return index if self.count < SAMPLES else place()
 
 
 class Map(Dataset):
-    """Map-style."""
-
     def __len__(self) -> int:
         return self.count
 
@@ -48,8 +45,6 @@ class Map(Dataset):
 
 
 class AsyncMap(Map):
-    """Map-style and async."""
-
     async def __getitem__(self, index: int) -> Any:
         return self.sample(index)
 
@@ -72,22 +67,17 @@ class Together(AsyncMap):
 
 
 class Iterable(Dataset):
-    """Iterable."""
-
     def __iter__(self) -> Iterator[Any]:
         return map(self.sample, range(self.count))
 
 
 class AsyncIterable(Dataset):
-    """An async iterable."""
-
     async def __aiter__(self) -> AsyncIterator[Any]:
         for index in range(self.count):
             yield self.sample(index)
 
 
 def stream(count: int = SAMPLES) -> Any:
-    """Return one of aioloader's streams."""
     return from_async_iterable(AsyncIterable(count))
 
 

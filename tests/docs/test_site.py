@@ -115,7 +115,6 @@ class Links(HTMLParser):
 
 @functools.cache
 def links(page: str) -> Links:
-    """Return the links of a page."""
     return Links(page)
 
 

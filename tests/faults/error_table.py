@@ -65,11 +65,9 @@ class Raiser:
         return self(sample)
 
     def instead(self, failure: Any) -> Any:
-        """Serve as ``on_error``."""
         return self(failure.index)
 
     def begin(self, *_args: Any) -> None:
-        """Serve as ``worker_init_fn``."""
         self(3)
 
     def left(self, _dataset: Any) -> "Lifespan":
@@ -126,8 +124,6 @@ class Samples:
 
 
 class AsyncSamples(Samples):
-    """The same with a coroutine ``__getitem__``."""
-
     async def __getitem__(self, index: int) -> Any:
         await asyncio.sleep(0)
         return self.check(index)
@@ -141,8 +137,6 @@ class Whole(Samples):
 
 
 class AsyncWhole(AsyncSamples):
-    """The same with coroutines."""
-
     async def __getitems__(self, indices: list[int]) -> Any:
         await asyncio.sleep(0)
         return [self.check(index) for index in indices]
@@ -171,8 +165,6 @@ class Steps:
 
 
 class PlainSteps(Steps):
-    """A plain iterator."""
-
     def __iter__(self) -> Self:
         return self
 
@@ -181,8 +173,6 @@ class PlainSteps(Steps):
 
 
 class AsyncSteps(Steps):
-    """An async iterator."""
-
     def __aiter__(self) -> Self:
         return self
 
@@ -204,8 +194,6 @@ class Generated:
 
 @dataclass
 class AsyncGenerated:
-    """An async generator."""
-
     check: Callable[[Any], Any]
 
     async def __aiter__(self) -> AsyncIterator[Any]:
@@ -260,8 +248,6 @@ class Unopened:
 
 
 class AsyncUnopened(Unopened):
-    """The same, async."""
-
     __iter__ = None  # type: ignore[assignment]
 
     def __aiter__(self) -> Any:

@@ -68,7 +68,6 @@ class Marks:
         self.path.touch()
 
     def add(self, word: object = "") -> None:
-        """Append a line in one write."""
         with self.path.open("a", encoding="utf-8") as file:
             file.write(f"{os.getpid()} {word}\n")
 
@@ -82,7 +81,6 @@ class Marks:
 
 
 def refuse() -> None:
-    """Raise the user's error."""
     raise PlantedError("a start", os.getpid())
 
 
@@ -120,7 +118,6 @@ class Planted:
             self.act()
 
     def init(self, worker: int) -> None:
-        """Serve as the worker's init function."""
         self.happen("init")
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -136,8 +133,6 @@ class Planted:
 
 
 class PlantedStream(Planted, IterableDataset[int]):
-    """The same as an iterable."""
-
     def __iter__(self) -> Iterator[int]:
         self.happen("iterate")
         yield from range(12)

@@ -27,7 +27,6 @@ def broadcast() -> Any:
 
 
 def expanded() -> Any:
-    """Return the same as a tensor."""
     return torch.zeros(1, dtype=torch.uint8).expand(HUGE)
 
 

@@ -157,7 +157,6 @@ class Unsaved(Samples):
     """A dataset whose state cannot be saved."""
 
     def state_dict(self) -> Any:
-        """Raise."""
         return self.check(3)
 
     def load_state_dict(self, state: Any) -> None:

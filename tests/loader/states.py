@@ -10,17 +10,14 @@ REPEATED = pytest.mark.filterwarnings("ignore:.* has no state_dict:UserWarning")
 
 
 def seeded(seed: int = 7) -> torch.Generator:
-    """Return a generator with a seed."""
     return torch.Generator().manual_seed(seed)
 
 
 def listed(batches: Any) -> list[Any]:
-    """Return batches as lists."""
     return [batch.tolist() for batch in batches]
 
 
 def saved(loader: Any) -> Any:
-    """Return the state, through JSON."""
     return json.loads(json.dumps(loader.state_dict()))
 
 

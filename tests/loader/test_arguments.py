@@ -386,7 +386,6 @@ KINDS: list[Any] = [
 
 
 def counting(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor of distinct values."""
     return torch.arange(torch.Size(shape).numel()).view(shape).to(dtype)
 
 

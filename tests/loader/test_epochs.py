@@ -158,16 +158,12 @@ class OfEpoch(SyncMap):
 
 
 class OfEpochAsync(OfEpoch):
-    """The same with coroutines."""
-
     async def __getitem__(self, index: int) -> Any:  # type: ignore[override]
         await asyncio.sleep(0)
         return self.current
 
 
 class OfEpochStream(OfEpoch, IterableDataset[Any]):
-    """The same as a stream."""
-
     def __iter__(self) -> Iterator[int]:
         for _ in range(2):
             yield self.current
@@ -249,7 +245,6 @@ def test_set_epoch_reaches_a_dead_workers_replacement(tmp_path: Path) -> None:
 
 
 async def numbers() -> AsyncIterator[int]:
-    """Yield some numbers."""
     for number in range(4):
         yield number
 
@@ -398,8 +393,6 @@ class AnyioMap(AsyncMap):
 
 
 class AnyioStream(AsyncStream):
-    """Streams by anyio."""
-
     async def __aiter__(self) -> AsyncIterator[Any]:
         await anyio.lowlevel.checkpoint()
         async for item in super().__aiter__():

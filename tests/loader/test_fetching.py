@@ -115,8 +115,6 @@ class Meeting(AsyncMap):
 
 
 class MeetingLater(Meeting):
-    """The same, from a plain method."""
-
     def __getitem__(self, index: int) -> Any:
         return super().__getitem__(index)
 
@@ -201,8 +199,6 @@ class Tallied(Numbers):
 
 
 class TalliedAsync(Tallied):
-    """The same by coroutines."""
-
     async def __getitem__(self, index: int) -> int:  # type: ignore[override]
         return super().__getitem__(index)
 

@@ -242,12 +242,10 @@ class OnlyAsync:
 
 
 def bare(dataset: Any) -> Iterator[None]:
-    """Lack the decorator."""
     yield
 
 
 async def bare_async(dataset: Any) -> AsyncIterator[None]:
-    """Lack the decorator, too."""
     yield
 
 

@@ -441,7 +441,6 @@ def of_stream(dataset: Any, ranks: int) -> list[Any]:
 
 
 def samples(loaders: list[Any]) -> list[str]:
-    """Return all samples of these loaders."""
     return [sample for loader in loaders for batch in loader for sample in batch]
 
 

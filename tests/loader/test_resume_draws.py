@@ -100,15 +100,11 @@ class Itself(Plain):
 
 
 class Apart(Plain):
-    """The same with a separate iterator."""
-
     def __iter__(self) -> Iterator[int]:
         return iter(Itself(self.n))
 
 
 class Mapped(Noisy):
-    """The same, map-style."""
-
     def state_dict(self) -> dict[str, Any]:
         return {"torch": torch.get_rng_state()}
 

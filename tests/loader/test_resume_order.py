@@ -47,8 +47,6 @@ class Own(BatchSampler):
 
 
 class Fixed(Sampler[int]):
-    """Has no state."""
-
     def __init__(self) -> None:
         pass
 
@@ -341,8 +339,6 @@ class OnDataset(Cursors):
 
 
 class Again:
-    """Only iterable."""
-
     def __init__(self, n: int) -> None:
         self.items = [*range(n)]
 

@@ -187,7 +187,6 @@ class Around(Sampler[list[int]]):
 
 
 def shuffled() -> Any:
-    """Return torch's loader over shuffled numbers."""
     return torch.utils.data.DataLoader(Numbers(), None, shuffle=True)
 
 

@@ -36,7 +36,6 @@ A: Any = range(9)
 
 
 def numbers(n: int = 60_000, size: int | None = 32, **options: Any) -> Any:
-    """Return a loader of numbers."""
     return Loader(Numbers(n), size, **options)
 
 
@@ -162,7 +161,6 @@ def test_a_state_of_another_loader_is_refused(name: str, delivered: int) -> None
 
 
 def subset(indices: Any) -> Any:
-    """Return a sampler of some indices."""
     return SubsetRandomSampler(indices, generator=seeded(1))
 
 
@@ -262,7 +260,6 @@ Make = Callable[[], Any]
 
 @cache
 def folder() -> Path:
-    """Return a folder for shards."""
     return Path(tempfile.mkdtemp())
 
 
@@ -288,7 +285,6 @@ def streams() -> dict[str, Make]:
 
 
 def streamed(name: str) -> Any:
-    """Return a loader of a stream."""
     return Loader(streams()[name](), 2, collate_fn=list)
 
 

@@ -127,8 +127,6 @@ class FailsLater:
 
 
 class FailsLaterAsync(FailsLater):
-    """The same, async."""
-
     async def __aiter__(self) -> Any:
         for number in self.samples():
             yield number
@@ -182,8 +180,6 @@ class Few:
 
 
 class AsyncFew(Few):
-    """The same, async."""
-
     __iter__ = None  # type: ignore[assignment]
 
     def __aiter__(self) -> Any:
@@ -327,8 +323,6 @@ class Named:
 
 
 class Row(Named):
-    """An iterator."""
-
     def __init__(self, n: int) -> None:
         self.left = iter(range(n))
 
@@ -340,8 +334,6 @@ class Row(Named):
 
 
 class AsyncRow(Named):
-    """The same, async."""
-
     def __init__(self, n: int) -> None:
         self.left = iter(range(n))
 
@@ -355,22 +347,16 @@ class AsyncRow(Named):
 
 
 class Plain(Named):
-    """A plain iterable."""
-
     def __iter__(self) -> Row:
         return Row(10)
 
 
 class Async(Named):
-    """An async iterable."""
-
     def __aiter__(self) -> AsyncRow:
         return AsyncRow(10)
 
 
 class Map(Named):
-    """Map-style."""
-
     def __len__(self) -> int:
         return 10
 

@@ -39,8 +39,6 @@ class Numbers(IterableDataset[int]):
 
 
 class AsyncNumbers:
-    """Ten numbers, asynchronously."""
-
     async def __aiter__(self) -> AsyncIterator[int]:
         for number in range(10):
             yield number

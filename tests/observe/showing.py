@@ -28,7 +28,6 @@ class Terminal(io.StringIO):
     """A stream that is a terminal, and keeps its output."""
 
     def isatty(self) -> bool:
-        """Return True."""
         return True
 
     def lines(self) -> list[str]:

@@ -81,7 +81,6 @@ class Run:
 
 
 def started(rate: Rate, start: int = 32, **more: Any) -> Run:
-    """Return a run at its beginning."""
     return Run(Controller("concurrency", start, 1, MOST), rate, **more)
 
 

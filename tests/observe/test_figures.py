@@ -43,16 +43,12 @@ class Flaky(Dataset[int]):
 
 
 class AsyncFlaky(Flaky):
-    """The same with coroutines."""
-
     async def __getitem__(self, index: int) -> int:  # type: ignore[override]
         await asyncio.sleep(0)
         return super().__getitem__(index)
 
 
 class FlakyBatches(Flaky):
-    """The same, read by batches."""
-
     def __getitems__(self, indices: list[int]) -> list[int]:
         return [self[index] for index in indices]
 

@@ -42,7 +42,6 @@ def check(records: list[Any], *, size: int, busy: bool = False) -> None:
 
 
 def plus(sample: Any) -> Any:
-    """Serve as a transform."""
     return sample
 
 

@@ -25,7 +25,6 @@ def one_after_the_other(count: int, waits: float = 0.0) -> list[BatchRecord]:
 
 
 def named(stages: tuple[StageStats, ...], name: str) -> StageStats:
-    """Return the stage of a name."""
     return next(stage for stage in stages if stage.name == name)
 
 

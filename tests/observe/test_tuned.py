@@ -26,7 +26,6 @@ from working import Drawing, double
 
 
 def indices(batches: Iterable[Any]) -> list[int]:
-    """Return the indices of all samples."""
     return [index for batch in labels(list(batches)) for index in batch]
 
 

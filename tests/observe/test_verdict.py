@@ -326,7 +326,6 @@ class Loader:
         ]
 
     def seconds(self) -> float:
-        """Return the seconds per batch."""
         return seconds_per_batch(self.clock().records)
 
     def report(self) -> Report:

@@ -69,7 +69,6 @@ def check_nesting(events: Iterable[Event]) -> None:
 
 
 def of_kind(events: Iterable[Event], name: str) -> list[Event]:
-    """Return the events of a name."""
     return [event for event in events if event["name"] == name]
 
 

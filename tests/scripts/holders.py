@@ -264,7 +264,6 @@ def make_weak(stack: ExitStack, folder: Path) -> Any:
 
 
 def index_of(_held: Any, index: int) -> int:
-    """Return the index."""
     return index
 
 

@@ -15,15 +15,11 @@ from aioloader import DataLoader, Device, Skip, progress
 
 
 class Sized:
-    """Has a length."""
-
     def __len__(self) -> int:
         return 4
 
 
 class Vectors(Sized, Dataset[Tensor]):
-    """Tensors, map-style."""
-
     def __getitem__(self, index: int) -> Tensor:
         return torch.full((3,), index)
 
@@ -43,8 +39,6 @@ class Remote(Sized):
 
 
 class Stream:
-    """An async iterable."""
-
     async def __aiter__(self) -> AsyncIterator[Tensor]:
         for number in range(4):
             yield torch.tensor(number)

@@ -57,8 +57,6 @@ def test_a_users_wrapper_of_an_async_dataset_is_not_async() -> None:
 
 
 class Batched(SyncMap):
-    """Defines both methods."""
-
     def __getitem__(self, index: int) -> Any:
         return index
 

@@ -22,7 +22,6 @@ from working import Drawing, Numbers, double, double_async, total
 
 
 def process_pool(method: str = "fork") -> ProcessPoolExecutor:
-    """Return a pool of two processes."""
     return ProcessPoolExecutor(2, mp_context=multiprocessing.get_context(method))
 
 

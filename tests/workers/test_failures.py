@@ -30,8 +30,6 @@ class Bad(Numbers):
 
 
 class AsyncBad(AsyncNumbers):
-    """The same, for a loop."""
-
     def __init__(self, *bad: int, error: Any = LookupError) -> None:
         super().__init__(12)
         self.inner = Bad(*bad, error=error)
@@ -60,7 +58,6 @@ class RowStream:
 
 
 def make(dataset: Any, **options: Any) -> Any:
-    """Return a loader with two workers."""
     return DataLoader(dataset, **{"batch_size": 4, "num_workers": 2, **options})
 
 

@@ -68,7 +68,6 @@ async def test_async_code_has_worker_info() -> None:
 
 
 def seeds(_sample: Any) -> Any:
-    """Return the seeds of the generators."""
     return torch.initial_seed(), random.random(), np.random.random()
 
 

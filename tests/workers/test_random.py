@@ -27,7 +27,6 @@ WAYS: list[dict[str, Any]] = [
 
 
 def epochs(loader: Any, count: int = 2) -> list[list[list[float]]]:
-    """Return all numbers of ``count`` epochs."""
     with loader:
         return [[flat(batch) for batch in loader] for _ in range(count)]
 
@@ -212,7 +211,6 @@ class Jitter:
         self.steps = [generator]
 
     def __call__(self, number: float) -> float:
-        """Return the number plus a draw."""
         return number + float(self.steps[0].random())
 
 

@@ -19,7 +19,6 @@ pytest.importorskip("ray")
 
 
 def make(dataset: Any, actors: int = 1, **options: Any) -> Any:
-    """Return a loader with actors."""
     return DataLoader(dataset, workers=RayWorkers(actors), **options)
 
 

@@ -48,7 +48,6 @@ def nodes() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def cluster(nodes: Any) -> Any:
-    """Return the module ``ray``, connected."""
     return pytest.importorskip("ray")
 
 

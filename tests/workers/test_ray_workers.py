@@ -117,7 +117,6 @@ async def test_streams_are_read_by_the_loader() -> None:
 
 
 def range_of_samples() -> Any:
-    """Return the samples of the streams."""
     return [(torch.full((3,), float(index)), index) for index in range(20)]
 
 

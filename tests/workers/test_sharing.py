@@ -111,7 +111,6 @@ def test_writes_of_workers_reach_a_mapped_file(path: Path) -> None:
 
 
 def zeros() -> torch.Tensor:
-    """Return a tensor in shared memory."""
     return torch.zeros(3).share_memory_()  # type: ignore[no-untyped-call,no-any-return]
 
 

@@ -463,7 +463,6 @@ def test_contexts_are_given_by_name_or_as_objects(name: str) -> None:
 
 
 def hex2(value: int) -> int:
-    """Return another number."""
     return value * 16
 
 

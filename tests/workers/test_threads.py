@@ -20,7 +20,6 @@ from working import Numbers, double_async, first, total_async
 
 
 def make(dataset: Any, **options: Any) -> Any:
-    """Return a loader with two threads."""
     return DataLoader(dataset, **{"num_workers": 2, "workers": "thread", **options})
 
 
@@ -151,10 +150,7 @@ class Failing(SyncMap):
 
 
 class Patient(Retry):
-    """Waits for hours."""
-
     def delays(self, rng: Any = None) -> Any:
-        """Yield an hour."""
         yield 3600.0
 
 

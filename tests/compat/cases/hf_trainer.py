@@ -22,15 +22,11 @@ class Samples(Numbers):
 
 
 class AsyncSamples(Samples):
-    """The same, read by coroutines."""
-
     async def __getitem__(self, index: int) -> Any:
         return {"x": number(index)}
 
 
 class SampleStream(Stream):
-    """The same as a stream."""
-
     def __iter__(self) -> Any:
         for tensor in super().__iter__():
             yield {"x": tensor}
