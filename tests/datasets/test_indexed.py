@@ -423,16 +423,17 @@ SCRIPTS = {
         except Exception as error: assert "changed" in str(error)
 """,
     "more shards than descriptors": """
-    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))
     for i in range(1100): open(f"{path}{i}", "w").write("line")
     stream = TextDataset(f"{path}*")
-    async with await IndexedDataset.discover(stream, scan=True) as lines:
+    pair = [await IndexedDataset.discover(stream, scan=True) for _ in range(2)]
+    for lines in pair:
         for i in range(1100): assert await lines[i] == "line"
         assert await lines.__getitems__(range(1100)) == ["line"] * 1100
 """,
 }
 BEGIN = """
 import asyncio, os, resource, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))
 import pyarrow as pa, pyarrow.feather as feather
 from aioloader.datasets import *
 async def main(path):
@@ -522,6 +523,7 @@ def test_the_command_writes_to_a_store(s3: str, capsys: Any) -> None:
         ("0.parquet", 2, "X must be tars, lines"),
         ("none.txt", 2, "there is no file 'none.txt'"),
         ("none*.txt", 1, "no shard matches '.*none"),
+        ("0.csv", 2, "files of other kinds need scan=True and save()"),
         ("in", 2, "MDS shards hold their index: write that of all, --pack"),
         ("0.txt.gz", 1, r"0\.txt\.gz' is compressed"),
         ("0.txt.gz --pack x.aioidx", 1, r"0\.txt\.gz' is compressed"),
@@ -531,7 +533,7 @@ def test_the_command_refuses_wrong_arguments(
     arguments: str, status: int, words: str, request: Any, tmp_path: Path, capsys: Any
 ) -> None:
     request.getfixturevalue("monkeypatch").chdir(tmp_path)
-    files = ["0.txt", "0.tar", "0.parquet", "in/index.json", "0.txt.gz"]
+    files = ["0.txt", "0.tar", "0.parquet", "0.csv", "in/index.json", "0.txt.gz"]
     put(tmp_path, dict.fromkeys(files, b""))
     try:
         ended: Any = main(["index", *arguments.split()])

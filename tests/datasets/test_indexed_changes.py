@@ -2,6 +2,7 @@
 
 import asyncio
 import io
+import json
 import os
 import struct
 from pathlib import Path
@@ -12,8 +13,15 @@ import pytest
 
 from aioloader import DataLoader
 from aioloader._cli.main import main
-from aioloader.datasets import ArrowDataset, IndexedDataset, TextDataset
-from aioloader.errors import DatasetError, ShardChangedError
+from aioloader.datasets import (
+    ArrowDataset,
+    IndexedDataset,
+    MDSDataset,
+    TarDataset,
+    TextDataset,
+)
+from aioloader.errors import DatasetError, ShardChangedError, TruncatedReadError
+from datasets.tar_archives import member
 from object_server import ObjectServer
 
 # As long as each other, and one index fits both.
@@ -109,6 +117,34 @@ def test_one_pack_serves_two_folders_but_not_two_queries(tmp_path: Path) -> None
         dataset = IndexedDataset(twice, scan=True)
         with pytest.raises(ValueError, match="two of the shards have the same name"):
             asyncio.run(dataset.save(tmp_path / "pack"))
+
+
+@pytest.mark.parametrize("has_pack", [False, True])
+def test_a_tar_that_ends_after_a_member_is_refused(
+    has_pack: bool, tmp_path: Path
+) -> None:
+    """As by the stream: its last sample may lack members; not if that only warns."""
+    tar, pack = tmp_path / "a.tar", str(tmp_path / "pack")
+    tar.write_bytes(member(b"a.x", b"1") + member(b"b.x", b"2"))
+    options = {"pack": pack} if has_pack else {}
+    with pytest.warns(UserWarning, match="without the zeros"):
+        assert (
+            main(["index", "-q", str(tar), *(f"--pack={pack}" for _ in options)]) == 0
+        )
+    assert len(every(TarDataset(str(tar), missing_end="warn"), **options)) == 2
+    with pytest.raises(TruncatedReadError, match="without the zeros"):
+        every(TarDataset(str(tar)), **options)
+
+
+def test_an_mds_head_whose_offsets_fall_is_refused(tmp_path: Path) -> None:
+    data = struct.pack("<5I2sI", 2, 16, 1 << 31, 22, 2, b"ab", 0)
+    (tmp_path / "a.mds").write_bytes(data)
+    entry = {"format": "mds", "version": 2, "zip_data": None, "samples": 2}
+    entry |= {"column_names": ["b"], "column_encodings": ["bytes"]}
+    entry |= {"column_sizes": [None], "raw_data": {"basename": "a.mds", "bytes": 26}}
+    (tmp_path / "index.json").write_text(json.dumps({"shards": [entry]}))
+    with pytest.raises(DatasetError, match=r"a\.mds' is damaged.*do not rise"):
+        IndexedDataset(MDSDataset(str(tmp_path)))
 
 
 @pytest.mark.parametrize("cut", [8, 100])

@@ -1,6 +1,9 @@
 """Workers that are new interpreters: which faults they survive, and that none leak."""
 
 import errno
+import gc
+import os
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -98,3 +101,27 @@ def test_scripts_end_silently(mode: str, shown: str, tmp_path: Path) -> None:
     result = python("-W", "error", script, shown)
     assert (result.stdout, result.stderr) == (f"{shown}\n", "")
     assert result.returncode == 0
+
+
+@pytest.mark.linux
+def test_a_pipe_is_forgotten_before_it_is_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A child forked in between would close another file of the same number."""
+    close, closed, kept = os.close, list[int](), list[int]()
+
+    def noted(descriptor: int) -> None:
+        closed.append(descriptor)
+        objects: Any = (x for x in gc.get_objects() if type(x) is Connection)
+        kept.extend(pipe._handle for pipe in objects if pipe._handle == descriptor)
+        close(descriptor)
+
+    loader = DataLoader(range(8), 4, **SPAWNED)
+    batches = iter(loader)
+    next(batches)
+    monkeypatch.setattr(os, "close", noted)
+    monkeypatch.setattr(Connection, "_close", lambda pipe: noted(pipe._handle))
+    batches.close()
+    monkeypatch.undo()
+    assert closed
+    assert not kept

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from aioloader._base.records import RecordedSettings
@@ -60,19 +60,13 @@ SETTINGS = st.one_of(
 )
 
 
-@pytest.mark.slow
-@given(
-    batch=clock.ticks(1, 1, at_least=1),
-    setting=SETTINGS,
-    change=st.sampled_from(["window", "workers", "concurrency", "none"]),
-)
-def test_a_changed_loader_of_equal_batches_is_as_fast_as_computed(
-    batch: clock.Ticks, setting: RecordedSettings, change: str
-) -> None:
-    """The recorded one is, too: within 5 points of what truly happens."""
+def error_of(
+    batches: list[clock.Ticks], setting: RecordedSettings, change: str
+) -> float:
+    """Return the error of the pace computed for a changed loader."""
     if setting.place != "workers" and not setting.on_device:
-        batch = batch._replace(transport=0)  # the loader's own batches do not travel
-    batches = [batch._replace(reads=4 * batch.reads)]
+        # Batches of the loader's own thread do not travel.
+        batches = [batch._replace(transport=0) for batch in batches]
     recorded = clock.Clock(setting, batches).run(97)
     changed = setting
     if change == "window" and setting.place != "inline":
@@ -86,4 +80,39 @@ def test_a_changed_loader_of_equal_batches_is_as_fast_as_computed(
     truth = clock.seconds_per_batch(clock.Clock(changed, batches).run(97))
     found = costs_of(recorded, setting)
     assert found is not None
-    assert seconds_per_batch(found, changed) == pytest.approx(truth, rel=0.05)
+    return seconds_per_batch(found, changed) / truth - 1
+
+
+CHANGES = ["window", "workers", "concurrency", "none"]
+
+
+@pytest.mark.slow
+@given(
+    batch=clock.ticks(1, 1, at_least=1),
+    setting=SETTINGS,
+    change=st.sampled_from(CHANGES),
+)
+def test_a_changed_loader_of_equal_batches_is_as_fast_as_computed(
+    batch: clock.Ticks, setting: RecordedSettings, change: str
+) -> None:
+    """The recorded one is, too: within 5 points of what truly happens."""
+    batch = batch._replace(reads=4 * batch.reads)
+    assert abs(error_of([batch], setting, change)) < 0.05
+
+
+@pytest.mark.slow
+def test_a_loader_of_unequal_batches_is_nearly_as_fast_as_computed() -> None:
+    """Within 5 points for 19 of 20 loaders; the pace is computed from means."""
+    errors = list[float]()
+
+    @settings(max_examples=200)
+    @given(
+        batches=st.lists(clock.ticks(4, 4, at_least=1), min_size=3, max_size=3),
+        setting=SETTINGS,
+        change=st.sampled_from(CHANGES),
+    )
+    def draw(batches: Any, setting: RecordedSettings, change: str) -> None:
+        errors.append(abs(error_of(batches, setting, change)))
+
+    draw()
+    assert sum(error < 0.05 for error in errors) >= 0.95 * len(errors) > 100

@@ -44,6 +44,8 @@ def drawing(**options: Any) -> DataLoader[Any]:
             {"num_workers": 1, "persistent_workers": True},
             marks=pytest.mark.fuzz,
         ),
+        ({"num_workers": 2, "persistent_workers": True}, {}),
+        ({}, {"num_workers": 1, "persistent_workers": True}),
     ],
     ids=str,
 )

@@ -74,7 +74,9 @@ class Runtime:
         self.part: RankPart | None = None  # of the latest iteration
         self.epoch: Epoch | None = None  # the latest that has started
         self._latest_drawn: weakref.ref[Epoch] | None = None
-        self._base_seed: int | None = None  # of persistent workers
+        self._base_seed: int | None = None  # of the latest epoch
+        # Whether the run that was resumed keeps it, as with persistent workers.
+        self._keeps_seed: bool | None = None
         self._claim: weakref.ref[IteratorCore] | None = None
         self._lock = fork_safe(threading.Lock())
         self._runners: Runners | None = None
@@ -117,17 +119,30 @@ class Runtime:
         generator = options.generator
         if isinstance(pipe, IterDataPipe):
             seed_pipe(pipe, generator)
-        is_kept = options.persistent_workers and self.has_kept()
-        if self._base_seed is None or not is_kept:  # persistent workers keep theirs
-            self._base_seed = draw_base_seed(generator)
+        is_first = saved is not None or self._base_seed is None
+        seed = None if is_first else self._kept_seed(options)
+        if seed is None:
+            seed = self._base_seed = draw_base_seed(generator)
             if options.num_workers:  # with workers torch calls iter(sampler) twice
                 order = options.order_of(None)
                 if isinstance(pipe, IterDataPipe):
                     draw_base_seed(generator)
-        epoch = Epoch(self._base_seed, order)
+        keeps = self._keeps_seed
+        epoch = Epoch(seed, order)
+        epoch.keeps_seed = options.persistent_workers if keeps is None else keeps
         epoch.saved = saved
         self._latest_drawn = weakref.ref(epoch)
         return epoch
+
+    def _kept_seed(self, options: Options) -> int | None:
+        """Return the latest epoch's base seed if the next epoch has it, too.
+
+        As in torch, it has while persistent workers exist. A resumed run keeps the rule
+        of the one that saved its state, whatever workers it has.
+        """
+        is_persistent = options.persistent_workers
+        keeps = is_persistent if self._keeps_seed is None else self._keeps_seed
+        return self._base_seed if keeps and self.has_kept() == is_persistent else None
 
     def prepare(
         self,
@@ -150,6 +165,9 @@ class Runtime:
                     epoch = Epoch(saved.seed, options.order_of(saved.order))
                 elif epoch is None or (saved and epoch.saved is not saved):
                     epoch = self.draw(options, saved)
+                if saved is not None:
+                    keeps = saved.order.get("keeps_seed", options.persistent_workers)
+                    epoch.keeps_seed = keeps
                 epoch.saved = saved
                 if saved is None or self._claim_state(epoch, claim):
                     break  # otherwise another thread resumes from the state
@@ -187,7 +205,7 @@ class Runtime:
         outline = options.outline() if options.is_own_stream else None
         saved, start, before, number = epoch.saved, BEGINNING, self.epoch, None
         if saved is not None:
-            self._base_seed = epoch.base_seed
+            self._base_seed, self._keeps_seed = epoch.base_seed, epoch.keeps_seed
             if self._pools is not None:
                 self._pools.drop()  # new workers start from the state, as in torchdata
             start, before = start_of(options, saved), None
@@ -309,14 +327,14 @@ class Runtime:
         now, loaded = options(), self.loaded
         prepared = None if loaded is None else self.numbers.latest_reserved()
         if prepared is not None and prepared.saved is loaded:
-            return state_of(now, self.numbers, prepared, newer=None, kept=None)
+            return state_of(now, self.numbers, prepared, newer=None)
         if loaded is not None:
             drawn = self.drawn()
             drawn = drawn if drawn and drawn.saved is loaded else None
             return pending_state(now, loaded, drawn)
-        kept = self._base_seed if self.has_kept() else None
-        parts = now, self.numbers, self.epoch
-        return state_of(*parts, newer=self._next_epoch(), kept=kept)
+        parts, newer = (now, self.numbers, self.epoch), self._next_epoch()
+        seed, is_kept = self._kept_seed(now), self.has_kept()
+        return state_of(*parts, newer=newer, is_kept=is_kept, seed=seed)
 
     def load_state_dict(
         self, options: Options, state: LoaderState, *, strict: bool

@@ -198,18 +198,22 @@ def state_of(
     epoch: Epoch | None,
     *,
     newer: Epoch | None,
-    kept: int | None,
+    is_kept: bool = False,
+    seed: int | None = None,
 ) -> State:
     """Return a loader's state, as the dict that ``state_dict`` returns.
 
     ``epoch``: the latest epoch that has started. ``newer``: the next epoch, if it has
-    an iterator. ``kept``: the base seed of persistent workers, or None.
+    an iterator. ``is_kept``: whether persistent workers exist. ``seed``: the base seed
+    that the next epoch takes from the latest one.
     """
     if newer is not None and newer.number >= 0:  # its workers have started
         epoch, newer = newer, None
     is_between = epoch is None or epoch.progress.is_over or newer is not None
     if epoch is None or is_between:
-        state = _between(options, numbers, epoch, newer, kept)
+        first = first_states(options, epoch, is_kept=is_kept)
+        state = _between(options, numbers, epoch, newer, first)
+        state.seed = seed if newer is None else newer.base_seed
     else:
         position = epoch.progress.position()
         head = epoch.state_head or LoaderState.of(
@@ -229,7 +233,10 @@ def state_of(
             beyond=sorted(position.beyond),
             states=_str_keys({**epoch.first, **position.states}),
         )
-    is_new = is_between and options.has_copies and kept is None
+    latest = epoch or newer
+    keeps = options.persistent_workers if latest is None else latest.keeps_seed
+    state.order = {**state.order, "keeps_seed": keeps}
+    is_new = is_between and options.has_copies and not is_kept
     state.datasets = _datasets_of(options, None if is_new else epoch)
     state.generators = _generator_states(options)
     return state.sealed()
@@ -259,13 +266,14 @@ def _between(
     numbers: EpochNumbers,
     epoch: Epoch | None,
     drawn: Epoch | None,
-    kept: int | None,
+    first: States,
 ) -> LoaderState:
-    """Return the state between epochs; ``drawn`` is the next epoch if it was drawn."""
+    """Return the state between epochs, without a seed.
+
+    ``drawn``: the next epoch, if it was drawn. ``first``: the states of its readers.
+    """
     state = LoaderState.of(options, epoch=numbers.next)
-    state.seed = kept if drawn is None else drawn.base_seed
     state.dataset_epoch = epoch_of(options.dataset)
-    first = first_states(options, epoch, is_kept=kept is not None)
     if epoch is not None and epoch.order.end is not None:
         # The sampler may count epochs.
         first = {0: {**epoch.order.end, "is_over": True}}

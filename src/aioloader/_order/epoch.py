@@ -204,6 +204,7 @@ class Epoch:
 
     base_seed: int  # of random numbers in this epoch
     order: Order
+    keeps_seed: bool = False  # whether the next epoch has the same base seed
     number: int = -1  # from 0; -1 until reserved
     order_epoch: int | None = None  # the epoch of the loader's ``KeyedOrder``
     seen_order_epoch: int | None = None  # the ``KeyedOrder``'s epoch at the reservation

@@ -279,6 +279,11 @@ async def _find(stream: Any, pack: Any, scan: bool | OnProgress) -> FoundShards:
         else:
             edges = await _shard_edges(made_by, shards, scan)
     kinds = [*map(made_by.spec, shards)]
+    edges.tail = max((kind.tail for kind in kinds), default=0)
+    for shard, version in enumerate(edges.versions):
+        if version is not None:
+            label = made_by.storage.label(addresses[shard])
+            edges.check_end(shard, label, version.size)
     paths = [*map(made_by.storage.path, addresses)]
     if None in paths:
         return addresses, edges, kinds, None

@@ -26,6 +26,7 @@ from aioloader.datasets._streams.edges import (
     index_name,
     not_its_index,
     read_index,
+    without_end,
 )
 from aioloader.datasets._streams.engine import (
     ByteFeed,
@@ -440,14 +441,7 @@ class _Archive:
                 "of a tar archive; it is read to there, because of missing_end='warn'"
             )
             return
-        why = "was cut short, or its writer leaves them out (missing_end='warn')"
-        raise TruncatedReadError(
-            f"{self._url!r} stops at byte {total:,} without the zeros at the end of a "
-            f"tar archive: it {why if total else 'is empty'}{self._loss()}",
-            location=self._url,
-            expected=total + 2 * _BLOCK,
-            received=total,
-        )
+        raise without_end(self._url, total, self._loss())
 
     def _truncated_header(self, received: int) -> TruncatedReadError:
         place = f"the header after member {self._name!r}"
@@ -639,4 +633,5 @@ class TarDataset(ByteStream[dict[str, Any]]):
         steps = partial(samples, max_sample_bytes, missing_end)
         quick = _SingleSamples(max_sample_bytes, missing_end)
         kind = ByteFormatSpec(steps, is_quick=True, piece=1 << 19, quick=quick)
+        kind = kind._replace(tail=_BLOCK if missing_end == "error" else 0)
         super().__init__(addresses, kind, **options)

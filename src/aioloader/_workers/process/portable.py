@@ -170,7 +170,7 @@ def _close(pipe: Any) -> None:
     if not hasattr(os, "fork"):
         pipe.close()
     elif (descriptor := pipe._handle) is not None:  # noqa: SLF001  (as it does)
-        pipe._handle = None  # noqa: SLF001
+        pipe._handle = None  # noqa: SLF001  (likewise)
         os.close(descriptor)
 
 

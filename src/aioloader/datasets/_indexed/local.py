@@ -25,7 +25,7 @@ from aioloader.datasets._stores.failures import (
     opener,
     version_of_file,
 )
-from aioloader.datasets._streams.edges import Edges, changed_since, check_end
+from aioloader.datasets._streams.edges import Edges, changed_since
 from aioloader.datasets._streams.engine import ByteFormatSpec, sample_of
 
 T = TypeVar("T")
@@ -74,7 +74,7 @@ class LocalReads:
 class _MappedShard:
     """A memory-mapped shard, with the version that the file had when it was mapped."""
 
-    def __init__(self, path: str, end: int, expected: Version | None) -> None:
+    def __init__(self, path: str, shard: int, edges: Edges) -> None:
         self._path = path
         try:
             self._file = opener(path, os.O_RDONLY)
@@ -86,10 +86,12 @@ class _MappedShard:
             self.data: Any = size and mmap.mmap(self._file, size, access=access)
         except (OSError, ValueError) as error:
             raise file_failure(path, error) from error
+        expected, end = edges.version(shard), edges.end(shard)
         if expected is not None and not self.version.is_of(expected):
             raise changed_since(path, expected, self.version)
         self.view = memoryview(self.data or b"")
-        check_end(path, end, size, bytes(self.view[end : end + Edges.trailer_bytes]))
+        rest = bytes(self.view[end : end + Edges.trailer_bytes])
+        edges.check_end(shard, path, size, rest)
 
     def check(self) -> None:
         """Raise an error if the file changed; reading past its end kills a process."""
@@ -144,8 +146,7 @@ class MappedShards:
     def _mapping(self, shard: int) -> _MappedShard:
         mapping = self._mappings.pop(shard, None)
         if mapping is None:
-            path, end = self._shards[shard][0], self._edges.end(shard)
-            mapping = _MappedShard(path, end, self._edges.version(shard))
+            mapping = _MappedShard(self._shards[shard][0], shard, self._edges)
             self._edges.seen[shard] = mapping.version
             while len(self._mappings) >= MAX_OPEN:  # views keep their mappings alive
                 self._mappings.popitem(last=False)

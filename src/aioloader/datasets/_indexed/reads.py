@@ -20,7 +20,6 @@ from aioloader.datasets._streams.edges import (
     Edges,
     SampleRange,
     changed_since,
-    check_end,
 )
 from aioloader.errors import DatasetError
 
@@ -225,7 +224,7 @@ class RemoteReads:
         # From one byte before the end: a server may refuse an empty range.
         piece = await stored.fetch(max(0, end - 1), end + Edges.trailer_bytes, None)
         rest = bytes(memoryview(piece.data))[min(end, 1) :]
-        check_end(stored.location, end, piece.version.size, rest)
+        self._edges.check_end(shard, stored.location, piece.version.size, rest)
         return piece.version
 
     def _stored(self, shard: int) -> StoredObject:

@@ -26,7 +26,12 @@ from aioloader._base.cancellation import in_thread
 from aioloader.datasets._stores.addresses import Address, sibling
 from aioloader.datasets._stores.failures import Version
 from aioloader.datasets._stores.storage import Storage, read_whole
-from aioloader.errors import DatasetError, ObjectNotFoundError, ShardChangedError
+from aioloader.errors import (
+    DatasetError,
+    ObjectNotFoundError,
+    ShardChangedError,
+    TruncatedReadError,
+)
 
 _MAGIC, _VERSION = b"aioidx", 1
 _HEAD = struct.Struct("<6sHQ")
@@ -53,6 +58,7 @@ class Edges:
         offsets: For each shard, the starts of its samples and the end of the last one.
         versions: Each shard's version when it was indexed; None or missing if unknown.
         seen: The versions that the first reads of other shards found in this process.
+        tail: How many bytes must follow the last sample of each shard.
         mapped: Arguments ``path``, ``base`` and ``width`` of ``map_edges``, or None.
     """
 
@@ -68,6 +74,7 @@ class Edges:
         self.counts, self.offsets = counts, offsets
         self.versions, self.mapped = versions, mapped
         self.seen: dict[int, Version] = {}
+        self.tail = 0
         self._firsts = [0, *accumulate(counts)]
         view: Any = offsets
         self._view = memoryview(view)  # its look-ups are four times as fast
@@ -103,10 +110,25 @@ class Edges:
         versions = [self.versions[shard] for shard in shards] if self.versions else ()
         return Edges(counts, np.concatenate(parts), versions)
 
+    def check_end(
+        self, shard: int, location: str, size: int, rest: bytes = b""
+    ) -> None:
+        """Check a shard's size, and the bytes after its last sample; see ``check_end``.
+
+        Raises:
+            ShardChangedError: If the index does not fit the shard.
+            TruncatedReadError: If too few bytes follow the last sample.
+        """
+        end = self.end(shard)
+        check_end(location, end, size, rest)
+        if end and size < end + self.tail:
+            raise without_end(location, size)
+
     def __reduce__(self) -> tuple[Any, ...]:
         if self.mapped is not None:
-            return map_edges, (*self.mapped, self.counts, self.versions)
-        return Edges, (self.counts, self.offsets, self.versions)
+            args = *self.mapped, self.counts, self.versions
+            return map_edges, args, {"tail": self.tail}
+        return Edges, (self.counts, self.offsets, self.versions), {"tail": self.tail}
 
 
 class EdgesBuilder:
@@ -168,6 +190,17 @@ def check_end(location: str, end: int, size: int, rest: bytes = b"") -> None:
         if rest.strip(b"\0"):
             change += ", with more data after the sample"
         raise changed(location, change)
+
+
+def without_end(location: str, size: int, loss: str = "") -> TruncatedReadError:
+    why = "was cut short, or its writer leaves them out (missing_end='warn')"
+    return TruncatedReadError(
+        f"{location!r} stops at byte {size:,} without the zeros at the end of a tar "
+        f"archive: it {why if size else 'is empty'}{loss}",
+        location=location,
+        expected=size + 1024,
+        received=size,
+    )
 
 
 def changed_since(location: str, before: Version, now: Version) -> ShardChangedError:

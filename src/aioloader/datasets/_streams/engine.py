@@ -327,6 +327,7 @@ class ByteFormatSpec(NamedTuple):
     # Makes the only sample in some bytes of a shard, given the URL, their offset and
     # the bytes; returns NotImplemented where only the steps can make it.
     quick: Callable[[str, int, memoryview], Any] | None = None
+    tail: int = 0  # how many bytes must follow the last sample of a shard
 
 
 # A user's format is a generator function of a file.
